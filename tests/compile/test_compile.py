@@ -210,11 +210,9 @@ def test_exp_of_dq_is_out_of_turn(launch, compiled):
 @_of([launch for launch in BACKWARD if launch.name == "backward_keys"])
 def test_turn_is_passed_at_its_place(launch, compiled):
     """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
-    head_dim = int(launch.variant.split()[0].removeprefix("hd"))
-    after = backward_tiles(head_dim, head_dim).turn_after
+    after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]
     passed = [exp_within_turns(loop) for loop in compiled[launch].program.loops if not loop.masked]
     assert len(passed) == 2 and after <= min(passed) <= after + 6
-    assert after or not any(passed)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ A producer warp loads by TMA; two independent consumers of four warps own 64 key
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
 one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
-The consumers alternate: one may start a step when the other has its S or, for some head sizes, a part of its exp.
+The consumers alternate: one may start a step when the other has computed a part of its exp.
 So one computes exp while the other feeds the tensor cores. Without this rule the instruction schedule happens to give
 lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
 in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
@@ -25,6 +25,7 @@ from ringflash_kernels.hopper.backward.problem import (
     slot_of,
 )
 from ringflash_kernels.hopper.compat import (
+    MANY_ADDRESSES,
     aggregate,
     arrive_after,
     fence_async_shared,
@@ -32,6 +33,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
+    opaque,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -239,10 +241,14 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     if R:
         layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
         operand1: gl.constexpr = gl.DotOperandLayout(0, layout1, 2)
-        k1 = sm.k1.index(W).reshape([64, R])
-        v1 = sm.v1.index(W).reshape([64, R])
+        k1 = sm.k1.index(opaque(W)).reshape([64, R])
+        v1 = sm.v1.index(opaque(W)).reshape([64, R])
         q1 = sm.q1.index(slot).reshape([64, R])
         dout1 = sm.dout1.index(slot).reshape([64, R])
+
+    if not sm.KV_IN_REGISTERS:
+        k = sm.k0.index(opaque(W)).reshape([64, C])
+        v = sm.v0.index(opaque(W)).reshape([64, C])
 
     # S^T = K Q^T and dP^T = V dO^T
     if sm.ORDERED:
@@ -260,8 +266,6 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     # P = exp(S - lse)
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
-    if sm.TURN_AFTER == 0:
-        pass_turn(step, W)
     if sm.ORDERED:
         number = receive_number(sm.begin.index(slot))
         block = number >> 1
@@ -273,14 +277,13 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
             keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             first_row, stop_row = problem.rows_seeing(keys)
         columns = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        if R:  # fewer spills with triton 3.6
+        if R or (MANY_ADDRESSES and not sm.ORDERED and not sm.KV_IN_REGISTERS):  # fewer spills, or faster
             inside = problem.within(block * 64 + columns, first_row, stop_row)
         else:
             inside = problem.within_block(block * 64, columns, first_row, stop_row)
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
-    if sm.TURN_AFTER:
-        p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
+    p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
@@ -515,8 +518,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 k = sm.k0.index(W).reshape([64, C]).load(operand)
                 v = sm.v0.index(W).reshape([64, C]).load(operand)
             else:
-                k = sm.k0.index(W).reshape([64, C])
-                v = sm.v0.index(W).reshape([64, C])
+                k = 0
+                v = 0
             if problem.BOUNDS:  # read once per tile: in the loop the addresses would take more registers
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
