@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
 EXTRAS = huggingface,accelerate,trl,data,parquet,lightning,deepspeed,bench,docs,dev
+NEWEST_TRITON = 3.9.0
 
 PIP = $(VENV)/bin/python -m pip install -q --disable-pip-version-check
 # pip would compile all of every package to bytecode, for more than a minute. What is imported is compiled then, and kept.
@@ -10,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-newest test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,9 +28,25 @@ train: $(VENV)/.ready  ## Train a small model on real text through the ring: all
 test: test-cpu  ## Run the tests that need no GPU
 
 # Two tests at a time, of different files: much of a test is waiting for processes that start.
-test-cpu: $(VENV)/.ready
-	export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1; \
+CPU_TESTS = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(PYTEST) tests -m "not gpu and not multi_gpu" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+test-cpu: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)
+	$(CPU_TESTS)
+	PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
+
+# In an environment that is made anew: torch first, which nothing that follows may replace.
+test-newest: override VENV := $(VENV)-newest
+test-newest:  ## Run the CPU tests with the newest release of everything, so that users do not meet it first
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --no-compile torch
+	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' > $(VENV)/torch.txt
+	$(PIP) --no-compile -e '.[$(EXTRAS)]'
+	$(PIP) --no-compile --no-deps --target $(VENV)/float8 torchao
+	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
+	$(VENV)/bin/python -m pip list
+	$(CPU_TESTS)
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m gpu
@@ -69,4 +86,8 @@ $(VENV)/.ready: pyproject.toml .ci/constraints.txt
 		$(INSTALL) torch==2.13.0 && $(INSTALL) -e '.[$(EXTRAS)]'; \
 	fi
 	@$(PIP) --no-compile --no-deps --target $(VENV)/float8 torchao==0.18.0
+	@touch $@
+
+$(VENV)/triton-%: $(VENV)/.ready
+	@$(PIP) --no-compile --no-deps --upgrade --target $@ triton==$*
 	@touch $@

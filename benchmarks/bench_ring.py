@@ -25,6 +25,7 @@ import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,8 @@ ROWS = (
 def main() -> None:
     """Time the rows and write them."""
     options = arguments()
+    # Newer torch deprecates the exchange of a peer, Ulysses, in every process.
+    warnings.filterwarnings("ignore", message=r".*all_to_all_single is deprecated", category=FutureWarning)
     device = join(options.toy)
     assert dist.group.WORLD is not None
     rows = [row for row in (TOY if options.toy else ROWS) if is_asked_for(row, options.rows)]
@@ -67,10 +70,12 @@ def main() -> None:
         setting = Setting(row, dist.group.WORLD, device, dtype, options.impl, options.fp8_backward)
         results += bench(setting, entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
-            print("\n".join(map(line, results[-2:])), flush=True)
+            for result in results[-2:]:
+                print(("toy, no speed: " if options.toy else "") + line(result), flush=True)
             if options.json:  # after every row, so that an interrupted run keeps its results
                 about = describe("flash-attn-4", "ring-flash-attn")
                 head = {"environment": about, "ranks": dist.get_world_size(), "rounds": options.rounds}
+                head |= {"toy": True} if options.toy else {}
                 options.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
     dist.destroy_process_group()
 

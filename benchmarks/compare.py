@@ -19,7 +19,7 @@ class Measured:
         name: row and pass.
         figures: figures by contender; higher is better.
         ours: this project's contender; the fastest of several transports.
-        unit: TFLOP/s for kernels, percent of the ideal for rings.
+        unit: TFLOP/s for kernels, percent of the ideal for rings, of which toys on the CPU show no speed.
     """
 
     name: str
@@ -61,7 +61,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Measured]]:
     """
     try:
         content = json.loads(path.read_text())
-        rows = [_measured(row) for row in content["results"]]
+        rows = [_measured(row, " of a toy" if content.get("toy") else "") for row in content["results"]]
         return content["environment"], [row for row in rows if row is not None]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -69,7 +69,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[Measured]]:
         ) from error
 
 
-def _measured(row: dict[str, Any]) -> Measured | None:
+def _measured(row: dict[str, Any], of_what: str) -> Measured | None:
     """Return a row in the common form; None if this project has no figure in it."""
     figures = row.get("tflops") or row["percent"]
     mine = [who for who in figures if who.startswith("ringflash")]
@@ -78,7 +78,8 @@ def _measured(row: dict[str, Any]) -> Measured | None:
     if not all(figure > 0 for figure in figures.values()):
         raise ValueError(f"figures of {row['row']} must be positive, got {figures}")
     ours = "ringflash" if "ringflash" in mine else max(mine, key=figures.__getitem__)  # a ring has one per transport
-    return Measured(f"{row['row']}, {row['pass']}", figures, ours, "TFLOP/s" if row.get("tflops") else "% of the ideal")
+    unit = "TFLOP/s" if row.get("tflops") else f"% of the ideal{of_what}"
+    return Measured(f"{row['row']}, {row['pass']}", figures, ours, unit)
 
 
 def gone(new: list[Measured], old: list[Measured]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tables that summarize several committed results, for README.md and the start of docs/performance.md."""
+"""Tables that summarize several committed results, for the pages that explain them."""
 
 from __future__ import annotations
 
@@ -48,21 +48,16 @@ TRITON_COLUMNS = {
 STEP_HEAD = ("H200s", "tokens", "precision", "s a step", "MFU", "GiB in use of 140")
 
 
-def errors(names: Iterable[str] = tuple(CASES)) -> str:
+def errors() -> str:
     """Tabulate the largest error of each set of cases, as a fraction of its budget."""
     tensors = ("out", "lse", "dq", "dk", "dv")
     rows = []
-    for name in names:
+    for name in CASES:
         result = _load(name)
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[result["dtype"]]
         cells = [_limited(result["worst"][tensor]["max"]) for tensor in tensors]
         rows.append([f"{CASES[name]}, {dtype}", f"{result['num_cases']}", *cells, result["commit"]])
     return _table(["largest error / budget", "cases", *(f"`{x}`" for x in tensors), "commit"], rows)
-
-
-def errors_in_short() -> str:
-    """Tabulate the largest errors, without the rows of similar machines and dtypes."""
-    return errors(name for name in CASES if not any(x in name for x in ("4xh200", "_fp16_", "copy_engine", "by_host")))
 
 
 def _limited(ratio: float) -> str:
@@ -84,17 +79,6 @@ def kernels() -> str:
             rows.append([f"{card}, {about['commit']}", label, f"{len(passes['forward'])}", *cells])
     head = ["card, commit", "head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
     return "Geometric mean, in brackets the least row:\n\n" + _table(head, rows)
-
-
-def kernels_line() -> str:
-    """Write the geometric means of our speed relative to flash-attn-4 by head_dim, for more than 2k tokens."""
-    means = [
-        f"{label}: {_mean(passes['forward'], PEERS[0]):.2f} / {_mean(passes['backward'], PEERS[0]):.2f} "
-        f"({len(passes['forward'])} rows)"
-        for label, passes in _compared(*H200).items()
-        if "tokens" not in label
-    ]
-    return f"head_dim {'; '.join(means)}. Commit {_load(H200[0])['environment']['commit']}."
 
 
 def _compared(*names: str) -> dict[str, dict[str, list[dict]]]:
@@ -207,14 +191,14 @@ def _percents(files: Iterable[str], tokens: str, name: str) -> list[float]:
     return [x for file in files for kind in PASSES for x in _percent(file, tokens, "causal", kind, name)]
 
 
-def _percent(file: str, tokens: str, mask: str, kind: str, name: str) -> list[float]:
-    wanted = f"{tokens} tokens a rank, 32/8 heads of 128, {mask}"
+def _percent(file: str, tokens: str, mask: str, kind: str, name: str, heads: str = "32/8 heads of 128") -> list[float]:
+    wanted = f"{tokens} tokens a rank, {heads}, {mask}"
     rows = [row for row in _load(file)["results"] if (row["row"], row["pass"]) == (wanted, kind)]
     return [row["percent"][name] for row in rows if name in row["percent"]]
 
 
-def _both(file: str, tokens: str, mask: str, name: str) -> str:
-    return " / ".join(f"{x:.0f}" for kind in PASSES for x in _percent(file, tokens, mask, kind, name))
+def _both(file: str, tokens: str, mask: str, name: str, heads: str = "32/8 heads of 128") -> str:
+    return " / ".join(f"{x:.0f}" for kind in PASSES for x in _percent(file, tokens, mask, kind, name, heads))
 
 
 def training() -> str:
@@ -226,15 +210,6 @@ def training() -> str:
         rows.append([*_step(result, steps[-1]), *exposed, "first" if len(steps) == 1 else "second", result["commit"]])
     head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step at this length", "commit"]
     return _table(head, rows)
-
-
-def training_in_short() -> str:
-    """Tabulate the longest step of Qwen3-8B on each number of GPUs."""
-    rows = [
-        [*_step(result, steps[-1]), f"{steps[-1]['parts']['communication']:.1f}", result["commit"]]
-        for result, steps in _longest()
-    ]
-    return _table([*STEP_HEAD, "exposed communication, s", "commit"], rows)
 
 
 def _longest() -> Iterator[tuple[dict, list[dict]]]:
@@ -264,6 +239,115 @@ def tritons() -> str:
     return f"{line}\n\n{_table(['3.8 / 3.6', *TRITON_COLUMNS.values()], rows)}"
 
 
+def eager() -> str:
+    """Tabulate short rows of the ring on two GPUs: from a CUDA graph, and eagerly on two hosts."""
+    rows = []
+    for tokens, heads in (
+        ("4096", "32/8 heads of 128"),
+        ("8192", "32/8 heads of 128"),
+        ("8192", "32/32 heads of 128"),
+        ("8192", "32/8 heads of 64"),
+    ):
+        cells = [
+            _both(file, tokens, "causal", name, heads)
+            for file, name in (
+                ("ring_short_2xh200", GRAPH),
+                ("ring_short_2xh200", COPY_ENGINE),
+                ("ring_fast_host_2xh200", COPY_ENGINE),
+            )
+        ]
+        rows.append([f"{int(tokens) // 1024}k, {heads}", *cells])
+    fast = _load("ring_fast_host_2xh200")["environment"]["commit"]
+    return _table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", f"eagerly, fast host ({fast})"], rows)
+
+
+def ring_fp8() -> str:
+    """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
+    mask = "causal, hopper_fp8 with backward fp8_scores"
+    names = {"copy engine": COPY_ENGINE, "copy engine, CUDA graph": GRAPH, "NCCL": NCCL}
+    rows = [
+        [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh200", tokens, mask, name).split(" / ")]
+        for tokens in ("32768", "8192")
+        for label, name in names.items()
+    ]
+    return _table(["tokens a GPU", "over", "forward", "both passes"], rows)
+
+
+def exchange() -> str:
+    """Tabulate the milliseconds of a layer with and without an exchange of heads."""
+    names = {
+        "one device, half of the heads": "one device, half of the heads",
+        "copy_engine": "`copy_engine`, flat",
+        "ulysses over ce": "`ulysses` over the copy engine",
+        "ulysses over nccl": "`ulysses` over NCCL",
+        "nccl": "`nccl`, flat",
+    }
+    rows = [
+        [names[row["way"]], f"{row['forward']:.2f}", f"{row['both']:.2f}"] for row in _load("exchange_2xh100")["rows"]
+    ]
+    return _table(["", "forward", "both passes"], rows)
+
+
+def rehearsal() -> str:
+    """Tabulate the percentage of the kernels' speed that a rail between hosts reaches."""
+    kinds = ("forward", "backward", "both")
+    rows = [
+        [f"{row['tokens'] // 1024}k"]
+        + [f"{row['percent'][kind]['measured']:.1f} / {row['percent'][kind]['model']:.1f}" for kind in kinds]
+        for row in reversed(_load("rehearsal_2xh200")["results"])
+    ]
+    return _table(["tokens a GPU", *kinds], rows)
+
+
+def trainer() -> str:
+    """Tabulate the speed and memory of Trainer with our backend and with torch's."""
+    result = _load("trainer_2xh100")
+    gib = {turn["cp_backend"]: turn["allocated_gib"] for turn in result["turns"]}
+    rows = [[f'`"{name}"`', f"{speed:,.0f}", f"{gib[name]:.1f}"] for name, speed in result["tokens_per_second"].items()]
+    return _table(["`cp_backend`", "tokens/s", "GiB allocated"], rows)
+
+
+def trainer_errors() -> str:
+    """Tabulate the largest error of a gradient over its budget, in a step of Trainer on two GPUs."""
+    cases = _load("steps_of_trainer_2xh100")["cases"]
+    names = {"llama": "Llama", "qwen3_5": "Qwen3.5", "granitemoehybrid": "Granite 4"}
+    rows = [
+        [
+            label,
+            *(f"{cases[f'trainer {name} torch.{dtype}']['gradient']['max']:.3f}" for dtype in ("float64", "bfloat16")),
+        ]
+        for name, label in names.items()
+    ]
+    return _table(["", "fp64", "bf16"], rows)
+
+
+def loss_curves_on_cpus() -> str:
+    """Tabulate how far losses of several ranks are from those of one, on CPUs in fp64."""
+    result = _load("loss_curves_cpu")
+    one, *others = result["losses"].items()
+    rows = []
+    for ranks, losses in others:
+        apart = [abs(loss / first - 1) for loss, first in zip(losses, one[1], strict=True)]
+        rows.append([f"cp={ranks}", f"{max(apart[:100]):.1e}", f"{max(apart):.1e}"])
+    return _table(["against cp=1, relative", "steps 1 to 100", "steps 1 to 200"], rows)
+
+
+def loss_curves_on_gpus() -> str:
+    """Tabulate the largest difference from the losses of one GPU, in bf16 and FP8."""
+    names = {
+        "loss_curves_h200": "four H200s",
+        "loss_curves_8xh200": "eight H200s",
+        "loss_curves_2xh200": "two H200s",
+        "loss_curves_fp8_2xh200": 'two H200s in FP8, `fp8_backward="fp8"`',
+    }
+    rows = []
+    for name, machine in names.items():
+        result = _load(name)
+        for run, apart in result["apart"].items():
+            rows.append([machine, f"cp={run}", f"{apart:.2%}", result["environment"]["commit"]])
+    return _table(["machine", "run", "largest difference", "commit"], rows)
+
+
 @cache
 def _load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -275,14 +359,22 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 
 SUMMARIES = {
-    "README.md": {"errors": errors_in_short, "kernels_line": kernels_line, "training": training_in_short},
     "docs/performance.md": {
         "kernel_means": kernels,
         "kernel_aims": kernel_aims,
         "ring_aims": aims,
         "ring_beside": ring,
+        "ring_eager": eager,
         "training_steps": training,
     },
     "docs/decisions/0001-environment.md": {"tritons": tritons},
-    "docs/numerics.md": {"errors": errors, "errors_beside": kernel_errors},
+    "docs/decisions/0013-by-host.md": {"exchange": exchange, "rehearsal": rehearsal},
+    "docs/numerics.md": {
+        "errors": errors,
+        "errors_beside": kernel_errors,
+        "loss_curves_on_cpus": loss_curves_on_cpus,
+        "loss_curves_on_gpus": loss_curves_on_gpus,
+    },
+    "docs/fp8.md": {"ring_fp8": ring_fp8},
+    "docs/accelerate.md": {"trainer": trainer, "trainer_errors": trainer_errors},
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.environment import ROOT
-from benchmarks.quotes import RESULTS, quoted
+from benchmarks.quotes import RESULTS, write_quotes
 from benchmarks.summaries import SUMMARIES
 from ringflash.flops import FP8_PER_BF16
 
@@ -24,10 +24,7 @@ def main(root: Path = ROOT) -> None:
     """Replace every table between markers, and every quoted figure."""
     for path, name, table in tables():
         replace(root / path, name, table)
-    for page in (root / "README.md", *sorted((root / "docs").rglob("*.md"))):
-        text = page.read_text()
-        if quoted(text) != text:
-            page.write_text(quoted(text))
+    write_quotes(root)
 
 
 def tables() -> Iterator[tuple[str, str, str]]:

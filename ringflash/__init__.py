@@ -26,10 +26,12 @@ from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
+from ringflash.training.gradients import average_gradients
 
 if TYPE_CHECKING:
     from ringflash.huggingface.log_probs import log_probs
-    from ringflash.wrap import wrap_attention
+    from ringflash.training.fsdp_units import align_units
+    from ringflash.wrap import disable_ring, wrap_attention
     from ringflash.wrap.check import check_wrapped
 
 __version__ = "0.1.0"
@@ -38,8 +40,11 @@ __all__ = [
     "Explanation",
     "PaddedBatch",
     "RingAttention",
+    "align_units",
+    "average_gradients",
     "buffer_bytes",
     "check_wrapped",
+    "disable_ring",
     "explain",
     "local_positions",
     "log_probs",
@@ -57,7 +62,9 @@ __all__ = [
 
 # Imported on first access: they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
 _LAZY = {
+    "align_units": "ringflash.training.fsdp_units",
     "check_wrapped": "ringflash.wrap",
+    "disable_ring": "ringflash.wrap",
     "log_probs": "ringflash.huggingface.log_probs",
     "wrap_attention": "ringflash.wrap",
 }

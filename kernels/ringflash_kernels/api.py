@@ -20,6 +20,7 @@ import torch
 
 from ringflash_kernels.fp8_reference import BLOCK_K, check_products
 from ringflash_kernels.fp8_reference import record_bytes as record_bytes
+from ringflash_kernels.hopper.environment import TRITON_RELEASES as TRITON_RELEASES
 from ringflash_kernels.hopper.environment import check_environment
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.reference import keys_in_pieces as keys_in_pieces
@@ -157,6 +158,7 @@ def begin_backward(
     lse: torch.Tensor,
     *,
     impl: str,
+    num_kv_heads: int,
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -168,6 +170,7 @@ def begin_backward(
     Args:
         dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
             (fp64 for fp64). out and lse are results over all keys, not of one hop.
+        num_kv_heads: heads of the keys to come.
         deterministic: repeated calls give bitwise equal gradients.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" all.
@@ -178,12 +181,13 @@ def begin_backward(
     """
     implementation(impl, q, q, q)
     _check_gradients(dout, q, out, out, lse, dlse)
+    _check_groups(q, num_kv_heads)
     check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
     if row_max is not None:
         _checked_row_max(impl, lse, row_max)
     return begin_checked_backward(
-        dout, q, out, lse, impl=impl, softmax_scale=_scale(q, softmax_scale), dlse=dlse, deterministic=deterministic,
-        fp8_backward=fp8_backward, row_max=row_max,
+        dout, q, out, lse, impl=impl, num_kv_heads=num_kv_heads, softmax_scale=_scale(q, softmax_scale), dlse=dlse,
+        deterministic=deterministic, fp8_backward=fp8_backward, row_max=row_max,
     )  # fmt: skip
 
 
@@ -194,14 +198,20 @@ def begin_checked_backward(
     lse: torch.Tensor,
     *,
     impl: str,
+    num_kv_heads: int,
     softmax_scale: float,
     dlse: torch.Tensor | None,
     deterministic: bool,
     fp8_backward: str,
     row_max: torch.Tensor | None,
 ) -> BackwardPass:
-    """Start a backward pass as `begin_backward` does, with inputs that the caller has checked."""
-    options = {"products": fp8_backward, "row_max": row_max} if impl in _ROUNDED else {}
+    """Start a backward pass as `begin_backward` does, with inputs that the caller has checked.
+
+    All that the pass keeps is allocated here, on the current stream. Its `add` and `finish` may run on others, if this
+    stream waits for them before the pass is dropped.
+    """
+    rounded = {"num_kv_heads": num_kv_heads, "products": fp8_backward, "row_max": row_max}
+    options = rounded if impl in _ROUNDED else {}
     begin = kernels_of(impl).begin_backward
     return begin(dout, q, out, lse, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic, **options)
 
@@ -277,8 +287,8 @@ def attention_backward(
     mask = _mask_of(q, k, mask, causal, window_size)
     implementation(impl, q, k, v)
     backward = begin_backward(
-        dout, q, out, lse, impl=impl, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic,
-        fp8_backward=fp8_backward, row_max=row_max,
+        dout, q, out, lse, impl=impl, num_kv_heads=k.shape[2], softmax_scale=softmax_scale, dlse=dlse,
+        deterministic=deterministic, fp8_backward=fp8_backward, row_max=row_max,
     )  # fmt: skip
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     backward.add(k, v, mask, dk, dv, accumulate=False)
@@ -440,14 +450,18 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             f"k must have batch and head_dim of q {(q.shape[0], q.shape[3])}, got {(k.shape[0], k.shape[3])}; "
             "expand or project it."
         )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"num_heads must be a multiple of num_kv_heads ({k.shape[2]}), got {q.shape[2]}; repeat heads of k and v."
-        )
+    _check_groups(q, k.shape[2])
     for attribute in ("dtype", "device"):
         values = tuple(getattr(x, attribute) for x in (q, k, v))
         if len(set(values)) > 1:
             raise ValueError(f"q, k and v must share one {attribute}, got {values}; move or cast them.")
+
+
+def _check_groups(q: torch.Tensor, num_kv_heads: int) -> None:
+    if q.shape[2] % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {q.shape[2]}; repeat heads of k and v."
+        )
 
 
 def _check_state(

@@ -373,6 +373,7 @@ class Fp8ReferenceBackward:
     saturates.
 
     Args:
+        num_kv_heads: heads of the keys that `add` takes.
         row_max: (batch, num_heads, seqlen_q), the largest score of each row in natural units or more, for "fp8" only.
     """
 
@@ -383,6 +384,7 @@ class Fp8ReferenceBackward:
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
+        num_kv_heads: int,
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
@@ -391,15 +393,15 @@ class Fp8ReferenceBackward:
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
-        self.q, self.softmax_scale, self.products = q, softmax_scale, products
+        self.q, self.softmax_scale, self.products, self.num_kv_heads = q, softmax_scale, products, num_kv_heads
         self._rows = quantise_q(q)
         delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
         size = dout.double().norm(dim=-1).transpose(1, 2)
         if dlse is not None:
             delta, size = delta - dlse, size + dlse.abs()
         size = size.masked_fill(~size.isfinite(), math.nan)
-        self._given = dout.double(), lse.double(), (lse if row_max is None else row_max).double(), delta, size
-        self._queries: _QuerySide | None = None
+        row_max = lse if row_max is None else row_max
+        self._queries = self._operands(dout.double(), lse.double(), row_max.double(), delta, size)
         self.dq = torch.zeros_like(q, dtype=torch.float64)
 
     def add(
@@ -419,8 +421,7 @@ class Fp8ReferenceBackward:
         self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
     ) -> None:
         """Compute `add` of quantised keys."""
-        if self._queries is None:
-            self._queries = self._operands(records.shape[2])
+        check_num_kv_heads(records, self.num_kv_heads)
         seqlen = records.shape[1] * BLOCK_K
         grad_k, grad_v = (torch.zeros(x.shape[0], seqlen, *x.shape[2:], dtype=torch.float64) for x in (dk, dv))
         for rows, cols, visible in blocks(self._rows.values, mask):
@@ -436,12 +437,12 @@ class Fp8ReferenceBackward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
-        factor = 1.0 if self._queries is None else self._queries.factor.transpose(1, 2).unsqueeze(-1)
-        dq = rotate_back(self.dq * factor * self.softmax_scale)
+        dq = rotate_back(self.dq * _of_rows(self._queries.factor) * self.softmax_scale)
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
 
-    def _operands(self, num_kv_heads: int) -> _QuerySide:
-        dout, lse, row_max, delta, size = self._given
+    def _operands(
+        self, dout: torch.Tensor, lse: torch.Tensor, row_max: torch.Tensor, delta: torch.Tensor, size: torch.Tensor
+    ) -> _QuerySide:
         q, log2e = self.q.double(), math.log2(math.e)
         if self.products == "bf16":
             scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
@@ -461,9 +462,9 @@ class Fp8ReferenceBackward:
             )
         weight = torch.where(seen, size * torch.exp(row_max - torch.where(seen, lse, 0.0)), 0.0)
         total, largest_delta, largest_q = (
-            _largest_of_group(x.abs(), num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
+            _largest_of_group(x.abs(), self.num_kv_heads) for x in (weight, relative, q.abs().amax(-1).transpose(1, 2))
         )
-        group = q.shape[2] // num_kv_heads
+        group = q.shape[2] // self.num_kv_heads
         of_heads = total.repeat_interleave(group, 1).unsqueeze(-1)
         share = torch.where(weight == 0, 0.0, weight / of_heads)
         of_operand = torch.maximum(share, share.sqrt().clamp(max=SMALLEST_FACTOR))
@@ -477,7 +478,6 @@ class Fp8ReferenceBackward:
 
     def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
         """Return 2^g of each key, (batch, keys, num_kv_heads), and the factors of the sums for dK and for dV."""
-        assert self._queries is not None
         if self._queries.maxima is None:
             return v.new_ones(v.shape[:3]), self.softmax_scale, 1.0
         total, delta, largest_q = self._queries.maxima
@@ -492,7 +492,6 @@ class Fp8ReferenceBackward:
         self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the terms of a block of rows in dq, before its factors, and in dk and dv."""
-        assert self._queries is not None
         x, num_kv_heads = self._queries, records.shape[2]
         found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
         k, v = (
@@ -550,6 +549,15 @@ def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
         raise ValueError(
             "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
             "pass what attention_forward writes there."
+        )
+
+
+def check_num_kv_heads(records: torch.Tensor, num_kv_heads: int) -> None:
+    """Raise ValueError unless records have the heads for which a backward has begun."""
+    if records.shape[2] != num_kv_heads:
+        raise ValueError(
+            f"k and v must have the {num_kv_heads} heads with which the backward began, got {records.shape[2]}; begin "
+            "another one for them."
         )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from jsonargparse import ArgumentParser, Namespace
 
-from recipes.data.prepare import prepare
+from recipes.data.prepare import SUFFIXES, prepare
 from ringflash.console import status_of
 from ringflash.data.files import TokenFiles
 
@@ -46,9 +47,11 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m recipes.data", description="Write and check token files.")
     commands = parser.add_subcommands()
     writing = ArgumentParser(description="Write token files; run it again to resume after an interruption.")
-    words = "text, .jsonl, .ndjson or .parquet files, or folders of them"
+    words = "text, .jsonl, .ndjson, .json (an object on each line) or .parquet files, or folders of them"
     writing.add_argument("inputs", nargs="+", type=Path, help=words)
-    writing.add_function_arguments(prepare, skip={"inputs", "on_shard"})
+    words = "ends of the names of files to read in folders, with commas between them"
+    writing.add_argument("--suffixes", default=",".join(SUFFIXES), help=words)
+    writing.add_function_arguments(prepare, skip={"inputs", "suffixes", "on_shard"})
     writing.set_defaults(num_processes=len(os.sched_getaffinity(0)))  # the cores of this job; the host may have more
     commands.add_subcommand("prepare", writing, help="write token files")
     checking = ArgumentParser(description="Read all token files and compare their checksums.")
@@ -57,11 +60,14 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _prepare(out: Path, **options: object) -> None:
+def _prepare(out: Path, suffixes: str, **options: object) -> None:
     def show(done: int, total: int) -> None:
         print(f"{done:,} of {total:,} token files", file=sys.stderr)
 
-    header = prepare(out=out, on_shard=show, **options)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+        ends = suffixes.strip("[]").replace(" ", "").split(",")
+        header = prepare(out=out, suffixes=ends, on_shard=show, **options)  # type: ignore[arg-type]
     total = {name: sum(getattr(shard, name) for shard in header.shards) for name in _COUNTS}
     counts = "; ".join(f"{total[name]:,} {words}" for name, words in _COUNTS.items() if total[name])
     print(f"{out}: {sum(shard.num_tokens for shard in header.shards):,} tokens of {header.dtype} in {counts}")

@@ -5,9 +5,9 @@
     00000.done.json   counts and checksum of the shard; if they match, the next run keeps the shard
     header.json       the entries of all shards; once it is written, the other JSON files are deleted
 
-A text file is one document. Each line of a .jsonl or .ndjson file and each row of a .parquet file holds one document in
-its text field. A shard depends only on its pieces of the inputs, so interruptions and the number of processes do not
-change the files.
+A text file is one document. Each line of a .jsonl, .ndjson or .json file and each row of a .parquet file holds one
+document in its text field. Suffixes may be in capitals. A shard depends only on its pieces of the inputs, so
+interruptions and the number of processes do not change the files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import json
 import multiprocessing
 import os
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -43,8 +45,9 @@ from ringflash.data.format import (
 )  # fmt: skip
 
 SEPARATOR = 256  # first token of each document of the byte tokenizer, which has 257
-_LINES, _PARQUET = (".jsonl", ".ndjson"), ".parquet"
-SUFFIXES = (".txt", *_LINES, _PARQUET)
+_LINES, _PARQUET = (".jsonl", ".ndjson", ".json"), ".parquet"
+SUFFIXES = (".txt", ".jsonl", ".ndjson", _PARQUET)  # in a folder, .json files are often settings
+_UNREAD = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".7z", ".csv", ".tsv", ".arrow")
 _PLAN, _BATCH_DOCUMENTS = "plan.json", 256
 
 BadLines = Literal["error", "skip"]
@@ -98,7 +101,7 @@ def prepare(
         out: folder of the token files. Only one run at a time may write it.
         tokenizer: "bytes", or the folder of a Hugging Face tokenizer.
         text_field: name of the text field of JSONL and of the text column of parquet.
-        suffixes: ends of the names of files to read in folders.
+        suffixes: ends of the names of files to read in folders, small or capital; a warning names what is left out.
         bad_lines: "error" rejects a line or row without a document and reports its place; "skip" counts it in the
             header (`Shard.num_bad`). Empty documents are always skipped and counted (`num_empty`).
         shard_bytes: bytes of input per token file.
@@ -114,11 +117,11 @@ def prepare(
         )
     out, files, loaded = Path(out), find_files(inputs, tuple(suffixes)), load_tokenizer(tokenizer)
     stamps = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    options = [stamps, loaded.checksum, text_field, shard_bytes, bad_lines]
-    plan = hashlib.sha256(json.dumps(options).encode()).hexdigest()
+    options = [stamps, loaded.checksum, text_field, shard_bytes]
+    plan, plan_of_error = (hashlib.sha256(json.dumps([*options, x]).encode()).hexdigest() for x in (bad_lines, "error"))
     out.mkdir(parents=True, exist_ok=True)
     finished = read_header(out) if (out / HEADER).exists() else None
-    _claim(out, plan, finished)
+    _claim(out, plan, finished, (plan, plan_of_error))  # a file that was finished with "error" has no bad lines
     jobs = [
         _Job(out / f"{i:05}.bin", pieces, tokenizer, text_field, bad_lines)
         for i, pieces in enumerate(_cut_into_shards(files, shard_bytes))
@@ -134,16 +137,25 @@ def prepare(
     return header
 
 
-def _claim(out: Path, plan: str, finished: Header | None) -> None:
-    """Write plan.json, or check that the folder is of a run with the same inputs and options."""
+def _claim(out: Path, plan: str, finished: Header | None, equal_plans: tuple[str, ...]) -> None:
+    """Write plan.json, after checking that the files in the folder are of a run with the same inputs and options."""
     if finished is None and not (out / _PLAN).exists():
         if any(path.suffix != ".tmp" for path in out.iterdir()):
             raise ValueError(f"out must be an empty folder or that of an interrupted run, got {out}; name another.")
-        write_json(out / _PLAN, {"plan": plan})
-    elif (finished.plan if finished else read_json(out / _PLAN).get("plan")) != plan:
-        raise ValueError(
-            f"out must be of the same inputs, tokenizer and options, got {out}, made from others; name another folder."
-        )
+    elif finished is not None:
+        if finished.plan != plan:
+            raise _of_others(out)
+        return
+    elif read_json(out / _PLAN).get("plan") not in equal_plans and any(out.glob("*.bin")):
+        raise _of_others(out)
+    write_json(out / _PLAN, {"plan": plan})
+
+
+def _of_others(out: Path) -> ValueError:
+    return ValueError(
+        f"out must be of the same inputs, tokenizer and options, got {out}, made from others; name another folder, or "
+        "delete this one."
+    )
 
 
 def _write_missing(
@@ -204,25 +216,62 @@ def find_files(inputs: Iterable[str | Path], suffixes: tuple[str, ...] = SUFFIXE
     """Return the named files, and the files with one of the suffixes below the named folders, sorted.
 
     A file with several links is listed once. The name of the link decides the format, because Hugging Face's cache
-    names the linked files by their checksums. Links to folders are not followed.
+    names the linked files by their checksums. Links to folders are not followed. A warning names what is left out.
 
     Raises:
-        ValueError: an input does not exist, or there is nothing to read.
+        ValueError: an input does not exist or is of a format that is not read, or there is nothing to read.
     """
+    ends = tuple(suffix.lower() for suffix in suffixes)
     found: dict[Path, Path] = {}  # name by resolved file
     for path in map(Path, inputs):
         if not path.exists():
             raise ValueError(f"inputs must be files or folders, got {path}; correct the path.")
-        below = sorted(p for p in path.rglob("*") if p.name.endswith(suffixes)) if path.is_dir() else [path]
-        for p in filter(Path.is_file, below):
-            found.setdefault(p.resolve(), p.parent.resolve() / p.name if p.suffix in SUFFIXES else p.resolve())
+        below = sorted(path.rglob("*")) if path.is_dir() else []
+        chosen = [p for p in below if p.name.lower().endswith(ends)] if path.is_dir() else [path]
+        for p in filter(Path.is_file, chosen):
+            known = p.suffix.lower() in (*_LINES, _PARQUET, ".txt", *_UNREAD)
+            found.setdefault(p.resolve(), p.parent.resolve() / p.name if known else p.resolve())
+        _warn_of_others(path, below, set(chosen))
     names = sorted(path for path in found.values() if path.stat().st_size)
     if not names:
         raise ValueError(
             f"inputs must hold a file that is not empty, and in a folder ends in {' or '.join(suffixes)}, got none; "
             "name others."
         )
+    for path in names:
+        _check_format(path)
     return names
+
+
+def _warn_of_others(folder: Path, below: list[Path], chosen: set[Path]) -> None:
+    """Warn of the files and linked folders below a folder that are not read, except hidden ones."""
+    others = [p for p in below if p not in chosen and (p.is_file() or p.is_symlink())]
+    others = [p for p in others if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    if others:
+        kinds = Counter("linked folders" if p.is_dir() else p.suffix or "without a suffix" for p in others)
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        warnings.warn(
+            f"files below {folder} are left out: {counts}, first {others[0]}; name them as inputs, or their suffixes "
+            "with --suffixes.",
+            stacklevel=4,
+        )
+
+
+def _check_format(path: Path) -> None:
+    """Raise ValueError if the name or the first character shows a format that is not read."""
+    kind = path.suffix.lower()
+    if kind in _UNREAD:
+        raise ValueError(
+            f"inputs must be text, JSON lines or parquet, got {path}; unpack or convert it, or rename it "
+            "to .txt if it is one document."
+        )
+    if kind == ".json":
+        with path.open("rb") as file:
+            if file.read(1 << 12).lstrip().startswith(b"["):
+                raise ValueError(
+                    f"JSON must be one object on each line, got an array in {path}; convert it: "
+                    f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
+                )
 
 
 def _cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[_Piece]]:
@@ -244,11 +293,11 @@ def _cut_into_shards(files: Iterable[Path], shard_bytes: int) -> list[list[_Piec
 
 def _pieces(path: Path, shard_bytes: int) -> Iterator[_Piece]:
     size = path.stat().st_size
-    if path.suffix == _PARQUET:
+    if path.suffix.lower() == _PARQUET:
         metadata = _parquet(path).metadata
         for group in range(metadata.num_row_groups):
             yield _Piece(path, group, group + 1, metadata.row_group(group).total_byte_size)
-    elif path.suffix in _LINES:
+    elif path.suffix.lower() in _LINES:
         for start in range(0, size, shard_bytes):
             yield _Piece(path, start, min(start + shard_bytes, size), min(shard_bytes, size - start))
     else:
@@ -257,7 +306,8 @@ def _pieces(path: Path, shard_bytes: int) -> Iterator[_Piece]:
 
 def _documents(piece: _Piece, job: _Job, left_out: _LeftOut) -> Iterator[str]:
     """Yield the documents of a piece; count the empty ones and, if they are to be skipped, the bad ones."""
-    read = _lines if piece.path.suffix in _LINES else _rows if piece.path.suffix == _PARQUET else _whole_file
+    kind = piece.path.suffix.lower()
+    read = _lines if kind in _LINES else _rows if kind == _PARQUET else _whole_file
     for at, raw in read(piece, job.text_field):
         try:
             text = json.loads(raw)[job.text_field] if read is _lines else raw.decode() if read is _whole_file else raw
@@ -313,10 +363,8 @@ def _rows(piece: _Piece, field: str) -> Iterator[tuple[int, Any]]:
 
 def _place(piece: _Piece, at: int) -> str:
     """Return the file name with the number (from 1) of the line that starts at byte `at`, or with the row."""
-    if piece.path.suffix not in _LINES:
-        return (
-            f"{piece.path}, row {at} of row group {piece.start}" if piece.path.suffix == _PARQUET else f"{piece.path}"
-        )
+    if (kind := piece.path.suffix.lower()) not in _LINES:
+        return f"{piece.path}, row {at} of row group {piece.start}" if kind == _PARQUET else f"{piece.path}"
     with piece.path.open("rb") as file:
         ends = sum(file.read(min(1 << 20, at - start)).count(b"\n") for start in range(0, at, 1 << 20))
     return f"{piece.path}, line {1 + ends}"

@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
 from ringflash.comm.agreement import agree
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parse, read
-from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, note_time
+from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, check_same_state, note_time
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
@@ -171,6 +171,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save as DeepSpeed does, then mark the checkpoint as complete, which `--ckpt_path auto` requires."""
         check_local(filepath)
+        check_same_state(checkpoint, self._trainer)
         if "averaging_state" in checkpoint:  # WeightAveraging has put its average in place of the weights
             checkpoint = {**checkpoint, _AVERAGE: checkpoint["state_dict"]}
         mark = Path(self.broadcast(filepath), COMPLETE)

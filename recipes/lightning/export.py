@@ -105,7 +105,10 @@ def _config_of(checkpoint: Path) -> dict:
     check_checkpoint(checkpoint)
     config = torch.load(meta, map_location="cpu", weights_only=True).get("model_config")
     if config is None:
-        raise ValueError(f"{checkpoint} must hold model_config, got none; it was not written by CausalLM.")
+        raise ValueError(
+            f"{checkpoint} must hold model_config, which CausalLM writes, got none; load weights of another module as "
+            "docs/lightning.md says (Using a checkpoint)."
+        )
     return config
 
 

@@ -1,10 +1,11 @@
-"""Callback that prints a line every few steps: loss, gradient norm, learning rate, memory, speed and MFU."""
+"""Callback that prints a line every few steps: loss, gradient norm, learning rate, memory, speed, MFU, time left."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
+from datetime import timedelta
 from typing import Any
 
 import lightning
@@ -23,7 +24,9 @@ _GIB = 1 << 30
 
 
 class Progress(lightning.Callback):
-    """Callback that prints loss, gradient norm, learning rate, memory, speed and MFU, and logs memory and speed.
+    """Callback that prints loss, gradient norm, learning rate, memory, speed, MFU, and the time that is left.
+
+    It logs memory and speed.
 
     Only the first rank prints. Tokens are counted once per sequence: Lightning's ThroughputMonitor multiplies by the
     number of ranks, and would count them once for each rank of a ring. FLOPs are those of `ringflash.flops`, for the
@@ -41,6 +44,7 @@ class Progress(lightning.Callback):
         if peak_tflops is not None and peak_tflops <= 0:
             raise ValueError(f"peak_tflops must be positive, got {peak_tflops}; leave it out for the table's.")
         self.every_n_steps, self.peak_tflops = every_n_steps, peak_tflops
+        self.tokens_seen = 0  # by all data ranks, since the training began
         self.num_tokens, self.flops = 0, 0.0  # since the last line: tokens on all data ranks, FLOPs of this data rank
         self.console = Console(highlight=False, soft_wrap=True)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
@@ -69,7 +73,15 @@ class Progress(lightning.Callback):
         )
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: CausalLM) -> None:
-        """Start the clock."""
+        """Say where a run continues, and start the clock."""
+        data = trainer.datamodule
+        self.tokens_seen = data.num_consumed * data.seqlen
+        if trainer.ckpt_path is not None:
+            self._print(
+                trainer,
+                f"continuing from {_relative_path(str(trainer.ckpt_path))}: step {trainer.global_step}, "
+                f"{self.tokens_seen:,} tokens seen",
+            )
         self._restart_clock(trainer)
 
     def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: CausalLM, *_: Any) -> None:
@@ -83,6 +95,7 @@ class Progress(lightning.Callback):
         """Print and log on the first step and then every `every_n_steps`."""
         step, seqlen = trainer.global_step, trainer.datamodule.seqlen
         self.num_tokens += strategy_of(trainer).dp_size * seqlen
+        self.tokens_seen += strategy_of(trainer).dp_size * seqlen
         if pl_module.flops_of is not None:
             bounds = batch["cu_seqlens"]
             self.flops += pl_module.flops_of([0, seqlen] if bounds is None else bounds.tolist())
@@ -93,16 +106,20 @@ class Progress(lightning.Callback):
         grad_norm = "" if norm is None else f"grad_norm {norm.item():8.4f}  "
         speed = {
             "memory_gib": _peak_memory(strategy_of(trainer).root_device),
+            "tokens_seen": self.tokens_seen,
             **self._speed(trainer, "fp8" in pl_module.impl or pl_module.float8 is not None),
         }
         pl_module.log_dict(speed)
         flops = f"  {speed['tflops_per_rank']:.3g} TFLOP/s a rank" if "tflops_per_rank" in speed else ""
         mfu = f"  MFU {100 * speed['mfu']:.1f}%" if "mfu" in speed else ""
         mfu += f" ({100 * speed['mfu_of_fp8_peak']:.1f}% of the FP8 peak)" if "mfu_of_fp8_peak" in speed else ""
+        left = timedelta(seconds=round(speed["seconds_per_step"] * (trainer.max_steps - step)))
         self._print(
             trainer,
             f"step [bold]{step:>6}[/]  loss [bold]{loss:7.4f}[/]  {grad_norm}lr {rate:.2e}  "
-            f"{speed['memory_gib']:6.2f} GiB  {speed['tokens_per_second']:>10,.0f} tokens/s{flops}{mfu}",
+            f"{speed['memory_gib']:6.2f} GiB  {speed['tokens_per_second']:>10,.0f} tokens/s{flops}{mfu}  "
+            f"{speed['seconds_per_step']:.3g} s a step  {self.tokens_seen:,} tokens seen"
+            + (f"  {left} left" if trainer.max_steps > 0 else ""),
         )
         self._restart_clock(trainer)
 
@@ -138,7 +155,9 @@ class Progress(lightning.Callback):
         """Return tokens and FLOPs per second since the last line; all ranks call it together."""
         strategy = strategy_of(trainer)
         seconds = time.perf_counter() - self._clock
+        per_step = trainer.accumulate_grad_batches * strategy.dp_size * trainer.datamodule.seqlen
         speed = {
+            "seconds_per_step": seconds * per_step / self.num_tokens,
             "tokens_per_second": self.num_tokens / seconds,
             "tokens_per_second_per_rank": self.num_tokens / seconds / dist.get_world_size(),
         }

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import lightning
 import torch
+from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
@@ -25,13 +27,35 @@ from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
 from ringflash.lightning import CausalLM
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import SequenceData
+from ringflash.training.overlays import lay_over
 
 # Replaces the usage of hundreds of flags, which would hide the error below it.
 _USAGE = "--config recipe.yaml [--config another.yaml ...] [--key value ...]"
 
 
+class OverlayAction(ActionConfigFile):
+    """Action of `--config` that merges mappings key by key; jsonargparse's replaces an argument that is a mapping."""
+
+    def __call__(self, parser: Any, cfg: Namespace, values: str, option_string: str | None = None) -> None:
+        """Apply the file to the arguments so far."""
+        before = cfg.clone()
+        super().__call__(parser, cfg, values, option_string)
+        for key, value in cfg.items():
+            if isinstance(value, dict) and isinstance(before.get(key), dict):
+                group, _, name = key.rpartition(".")
+                pretrained = f"{group}.pretrained"
+                trees = ({"pretrained": x.get(pretrained), name: x[key]} for x in (before, cfg))
+                cfg[key] = lay_over(*trees)[name]
+
+
 class RecipeCLI(LightningCLI):
     """Lightning's command line with four additional keys: `output_dir`, `loggers`, `progress` and `checkpoint`."""
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Build Lightning's parser with another `--config`."""
+        parser = LightningArgumentParser(dump_header=[f"lightning.pytorch=={lightning.__version__}"], **kwargs)
+        parser.add_argument("-c", "--config", action=OverlayAction, help="A recipe, or an overlay of those before it.")
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the four keys."""

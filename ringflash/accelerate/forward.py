@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from copy import deepcopy
 from inspect import signature
 from typing import Any
@@ -21,6 +22,9 @@ from ringflash.huggingface.options import NAME
 from ringflash.huggingface.validation import without_peft
 from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import pad_sequence
+
+# The loss of each forward since the last backward, at most two: `check_loss` compares the only one.
+_losses: deque[Tensor] = deque(maxlen=2)
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
 # Arguments of collators and trainers that repeat others, or on which no loss depends.
@@ -120,7 +124,8 @@ class RingForward:
         except (ValueError, NotImplementedError) as error:
             problem = error
         shape = None if rows is None else [*rows.input_ids.shape]
-        agree(self.group, {"batch of accelerate": shape}, problem, causal.device)
+        remedy = "give the ranks of a ring the same batches, and in TRL's GRPO and RLOO the same seeds (docs/rl.md)"
+        agree(self.group, {"batch of accelerate": shape}, problem, causal.device, remedy=remedy)
         assert rows is not None  # agree has raised the problem
         return rows
 
@@ -137,7 +142,10 @@ class RingForward:
             loss = (loss * count / divisor.masked_fill(empty, 1)).masked_fill(empty, math.nan)  # in the loss's dtype
         if balance is not None:
             loss = loss + with_loss.router_coefficient * balance
-        return _mean_of_ranks(loss, self.group)
+        loss = _mean_of_ranks(loss, self.group)
+        if torch.is_grad_enabled():
+            _note(loss)
+        return loss
 
     def _score(
         self,
@@ -159,6 +167,31 @@ class RingForward:
             for name in output.keys() - {"loss", "aux_loss"}:
                 output[name] = output[name][:, :-1]
         return output
+
+
+@torch.compiler.disable(reason="kept for the backward")
+def _note(loss: Tensor) -> None:
+    _losses.append(loss.detach().clone())  # a trainer may change it in place
+
+
+def check_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
+    """Return True if a trainer's loss was compared with that of the forward, which must have been the only one.
+
+    Raises:
+        ValueError: on every rank, a loss times the number of processes: the forward returns it on each rank of a ring.
+    """
+    of_forward = [*_losses]
+    _losses.clear()
+    if len(of_forward) != 1:
+        return False
+    factor = (loss.detach() / of_forward[0]).item()
+    if abs(factor - num_processes) <= 4 * torch.finfo(loss.dtype).eps * num_processes:
+        raise ValueError(
+            f"the loss must be multiplied by the number of rings, {num_processes // cp_size}, as Trainer.compute_loss "
+            f"does, got that of the forward times the number of processes, {num_processes}, with which loss and "
+            f"gradients are {cp_size} times too large; call super().compute_loss, or divide by cp_size."
+        )
+    return math.isfinite(factor)
 
 
 def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_padding: bool) -> BatchRows:

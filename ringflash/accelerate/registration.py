@@ -44,7 +44,8 @@ def register() -> None:
     wrappers: list[tuple[Any, Callable[..., Any]]] = [
         (ParallelismConfig, __post_init__), (ParallelismConfig, build_device_mesh),
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
-        (Accelerator, gather_for_metrics), (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
+        (Accelerator, backward), (Accelerator, gather_for_metrics),
+        (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, store_flos),
         (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
@@ -150,12 +151,13 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
             _put_on_ring(self, x)
     prepared = original(self, *args, **options)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
-        from ringflash.deepspeed import engine, refusals
+        from ringflash.deepspeed import engine, parameter_use, refusals
 
         # accelerate counts every rank as a sample in train_batch_size, as DeepSpeed does
         config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
         refusals.check(config, {})
         engine.check_engine(self.deepspeed_engine_wrapped.engine)
+        parameter_use.watch_parameters(self.deepspeed_engine_wrapped.engine)
     return prepared
 
 
@@ -212,6 +214,16 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
     return original(*args, **options | {"dispatch_batches": False, "torch_device_mesh": None})
 
 
+def backward(original: Callable[..., Any], self: Any, loss: Any, **options: Any) -> Any:
+    """Check the first loss of a Trainer, whose compute_loss may be another than Trainer's."""
+    if getattr(self, "_ringflash_checks_loss", False):
+        from ringflash.accelerate.forward import check_loss
+
+        size = ring_size(self.parallelism_config)
+        self._ringflash_checks_loss = not check_loss(loss, self.num_processes, size)
+    return original(self, loss, **options)
+
+
 def gather_for_metrics(
     original: Callable[..., Any], self: Any, input_data: Any, use_gather_object: bool = False
 ) -> Any:
@@ -265,12 +277,25 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 
 
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
-    """Create the accelerator; let TRL's trainers that compare completions of a prompt count rings."""
+    """Create the accelerator; let TRL's trainers use the ring for all models that score, and count rings."""
     original(self)
-    if (size := ring_size(self.accelerator.parallelism_config)) > 1 and hasattr(self.args, "num_generations_eval"):
-        from ringflash.accelerate.trl import count_groups_of_rings
+    if (size := ring_size(self.accelerator.parallelism_config)) > 1:
+        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head
 
-        count_groups_of_rings(self.args, size)
+        self.accelerator._ringflash_checks_loss = True
+        put_on_ring_with_head(type(self), _put_on_this_ring)
+        if hasattr(self.args, "num_generations_eval"):
+            count_groups_of_rings(self.args, size)
+
+
+def _put_on_this_ring(model: Any) -> None:
+    from accelerate.state import AcceleratorState
+
+    from ringflash.accelerate.forward import put_on_ring
+
+    state: Any = AcceleratorState()
+    if ring_size(state.parallelism_config) > 1:
+        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

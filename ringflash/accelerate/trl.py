@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,33 @@ from ringflash.sequence.layout import unshard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 
 _OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
+
+
+def put_on_ring_with_head(trainer: type, put: Callable[[Any], None]) -> None:
+    """Put each model on the ring when TRL's trainer gives it a fused head, which every model does that scores batches.
+
+    accelerate does not see all of them: TRL shards reference models by functions of its own under FSDP and DeepSpeed,
+    and computes reference log-probabilities in advance with a model that is not prepared.
+
+    Args:
+        trainer: class of the trainer; the modules of its bases are changed, each once.
+        put: puts a model on the ring if there is one.
+    """
+    for base in trainer.__mro__:
+        module: Any = sys.modules[base.__module__]
+        add = getattr(module, "add_fused_lm_head", None)
+        if add is not None and not hasattr(add, "puts_on_ring"):
+            module.add_fused_lm_head = _with_ring(add, put)
+
+
+def _with_ring(add: Callable[..., None], put: Callable[[Any], None]) -> Callable[..., None]:
+    @wraps(add)
+    def add_fused_lm_head(model: Any, *args: Any, **options: Any) -> None:
+        add(model, *args, **options)
+        put(model)
+
+    add_fused_lm_head.puts_on_ring = True  # type: ignore[attr-defined]
+    return add_fused_lm_head
 
 
 class FusedHead(NamedTuple):

@@ -138,7 +138,6 @@ class HeadGather:
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
-                    self.memory.wait(*self.queries_arrived)
                 raise
         if not known:
             for mask in masks:
@@ -272,13 +271,16 @@ class BackwardUnits(UnitWork):
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
-        """Compute the row sums of dO and O, and make fp32 zeros for dQ."""
+        """Compute the row sums of dO and O, make fp32 zeros for dQ, and with FP8 round the queries and dO.
+
+        All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
+        """
         call, slot = self.call, section % 2
         self.passes.pop(slot, None)  # the section before the previous one, which has ended: free its fp32 dQ first
         self.passes[slot] = begin_checked_backward(
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
-            softmax_scale=call.softmax_scale, dlse=self.dlse[section], deterministic=call.deterministic,
-            fp8_backward=call.fp8_backward, row_max=self.row_max[section],
+            num_kv_heads=self.gathered.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
+            deterministic=call.deterministic, fp8_backward=call.fp8_backward, row_max=self.row_max[section],
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:

@@ -80,7 +80,9 @@ def _empty_row_max(q: Tensor, fp8_backward: str, grad_flags: int) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[2], rows), dtype=state_dtype(q.dtype))
 
 
-ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=())
+# A CUDA graph of inductor (mode "reduce-overhead") would hold buffers that outlive it, and repeat the call's number.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+ring_attention = torch.library.custom_op("ringflash::ring_attention", _forward, mutates_args=(), tags=_TAGS)
 
 
 @ring_attention.register_fake
@@ -127,7 +129,9 @@ def _gradients(
         return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
-ring_attention_backward = torch.library.custom_op("ringflash::ring_attention_backward", _gradients, mutates_args=())
+ring_attention_backward = torch.library.custom_op(
+    "ringflash::ring_attention_backward", _gradients, mutates_args=(), tags=_TAGS
+)
 
 
 @ring_attention_backward.register_fake

@@ -27,6 +27,7 @@ from ringflash.comm.transport import (
     HEAD_EXCHANGES,
     UNDECIDED,
     PointToPoint,
+    Transport,
     choose_transport,
     exchange_memory,
     message_memory,
@@ -128,7 +129,7 @@ class CallPlan:
             plan = replace(self, transport=name, transport_reason=reason)
         if group is not None and plan.transport in HEAD_EXCHANGES:
             return plan._open_ulysses(group, q, k, call)
-        return plan._open_ring(group, q, k, call)
+        return plan._open_ring(plan._channel(group), q, k, call)
 
     def between_hosts(self, q: Tensor, k: Tensor) -> tuple[CallPlan, Tensor, Tensor] | None:
         """Return the plan of attention between hosts, and its q and k on the meta device.
@@ -159,18 +160,19 @@ class CallPlan:
         check_heads(q.shape[2], split.num_gpus, self.transport)  # `plan_call` cannot if the split is found only here
         rail = self.rail(split, message_transport(q.device))
         if split.num_gpus == 1:
-            return rail._open_ring(group, q, k, call)
+            return rail._open_ring(rail._channel(group), q, k, call)
         memory = exchange_memory(group, split, q.device)
-        channel = whole_transport(memory if rail.transport is None else open_transport(rail.transport, group))
-        members = split.host_of(group.rank())
+        channel, members = rail._channel(group), split.host_of(group.rank())
+        counted = whole_transport(memory if channel is None else channel)
         return Ulysses(
-            lambda q, k: rail._open_ring(group, q, k, call), memory, members, channel, self.options.layout, call
+            lambda q, k: rail._open_ring(channel, q, k, call), memory, members, counted, self.options.layout, call
         )
 
-    def _open_ring(
-        self, group: dist.ProcessGroup | None, q: Tensor, k: Tensor, call: CallNumber
-    ) -> RingOfHops | HeadGather:
-        channel = None if group is None or self.transport is None else open_transport(self.transport, group)
+    def _channel(self, group: dist.ProcessGroup | None) -> Transport | None:
+        """Open the transport of the ring, once per call: its messages are counted for `Posted`."""
+        return None if group is None or self.transport is None else open_transport(self.transport, group)
+
+    def _open_ring(self, channel: Transport | None, q: Tensor, k: Tensor, call: CallNumber) -> RingOfHops | HeadGather:
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
         blocks = self.key_blocks(q, k, transport_name(channel))

@@ -99,7 +99,7 @@ class RingOfHops:
         Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
         """
         gradients = begin_checked_backward(
-            dout, q, out, lse, impl=self.impl, softmax_scale=self.softmax_scale, dlse=dlse,
+            dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,
             deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
         )  # fmt: skip
         if self.transport is None:
@@ -119,7 +119,7 @@ class RingOfHops:
 
     def num_posted(self) -> int:
         """Batches of messages that this rank has posted."""
-        return 0 if self.transport is None else self.transport.num_posted
+        return 0 if self.transport is None else self.transport.whole.num_posted
 
     def _arrivals(
         self, exchange: HopExchange, device: torch.device

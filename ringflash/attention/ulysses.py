@@ -15,7 +15,8 @@ its combination with a ring, Fang and Zhao 2024, arXiv:2405.07719; docs/decision
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -96,11 +97,12 @@ class Ulysses:
         """Compute attention as `RingOfHops.forward` does."""
         shared = self._shared(q, k)
         exchange = self._exchange("forward")
-        (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
-        largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
-        out, lse = self._attention(q, k, v, arrived).forward(q, k, v, largest)
-        statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
-        out, *statistics = exchange.to_ranks(out, *statistics)
+        with self._joined_after_errors():
+            (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
+            largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
+            out, lse = self._attention(q, k, v, arrived).forward(q, k, v, largest)
+            statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
+            out, *statistics = exchange.to_ranks(out, *statistics)
         lse, *rest = map(_with_heads_first, statistics)
         if row_max is not None:
             row_max.copy_(rest[0])
@@ -123,17 +125,31 @@ class Ulysses:
         given = [x is not None for x in (dlse, row_max)]
         statistics = [_with_rows_first(x) for x in (lse, dlse, row_max) if x is not None]
         first = [*(_spread(x, shared) for x in (k, v)), *statistics]
-        (k, v, *statistics), (q, dout, out), arrived = exchange.to_host(first, [q, dout, out])
-        rest = map(_with_heads_first, statistics)
-        lse = next(rest)
-        dlse, row_max = (next(rest) if present else None for present in given)
-        grads = self._attention(q, k, v, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
-        dq, dk, dv = exchange.to_ranks(*grads)
+        with self._joined_after_errors():
+            (k, v, *statistics), (q, dout, out), arrived = exchange.to_host(first, [q, dout, out])
+            rest = map(_with_heads_first, statistics)
+            lse = next(rest)
+            dlse, row_max = (next(rest) if present else None for present in given)
+            grads = self._attention(q, k, v, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
+            dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, num_kv_heads), _sum_shared(dv, shared, num_kv_heads)
 
     def num_posted(self) -> int:
         """Barriers and batches of messages that this rank has posted, of all kinds."""
         return sum(transport.num_posted for transport in {whole_transport(self.memory), self.channel})
+
+    @contextmanager
+    def _joined_after_errors(self) -> Iterator[None]:
+        """After an error, let the caller's stream wait for all copies of heads.
+
+        They write to a buffer that the next call uses as well, which may be one of another group.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # from a device that failed; the first error is the cause
+                self.memory.join()
+            raise
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])

@@ -67,6 +67,7 @@ def agree(
     device: torch.device = _CPU,
     timeout: timedelta | None = None,
     call: CallNumber | None = None,
+    remedy: str = "give every rank the same arguments",
 ) -> int:
     """Compare a call with those of the other ranks; raise on every rank if they differ or if one has an error.
 
@@ -79,6 +80,7 @@ def agree(
             (`ringflash.set_timeout`) applies if it is longer.
         call: number of the call, if this is a ring call. It is compared along with the signature and the version of
             ringflash, but does not cause a comparison.
+        remedy: end of the message if signatures differ.
     Returns:
         A checksum of the signature, 16 bits; 0 if calls are not compared.
     Raises:
@@ -105,7 +107,7 @@ def agree(
             if error is not None:
                 raise error from unanswered
             raise
-        _compare(answers, error)
+        _compare(answers, error, remedy)
     if checksum is None:
         checksum = zlib.crc32(json.dumps(signature).encode()) & 0xFFFF
         compared.append((signature, checksum))
@@ -159,6 +161,7 @@ def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
         yield posted
     except BaseException:
         if group is not None:
+            call_numbers.end_failed(group, number.value)
             _interrupt(group, f"in call {number.value} {posted}")
         raise
 
@@ -219,7 +222,7 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
     return [x.numpy().tobytes() for x in gathered]
 
 
-def _compare(messages: list[bytes], error: Exception | None) -> None:
+def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> None:
     if len(set(messages)) == 1 and error is None:
         return
     contents = [json.loads(m) for m in messages]
@@ -235,7 +238,6 @@ def _compare(messages: list[bytes], error: Exception | None) -> None:
     if "call" in fields:  # different layers, or a forward and a backward: their arguments tell nothing
         fields = [name for name in fields if name in ("call", "errors in calls")]
     table = "; ".join(f"{name} {_list_ranks([call.get(name) for call in calls])}" for name in fields)
-    remedy = "give every rank the same arguments"
     if "errors in calls" in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
     elif "call" in fields:

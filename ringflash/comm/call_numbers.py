@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -178,6 +178,20 @@ def expect(
         words: one word per sender, in host memory; written before `arrival`.
     """
     _calls(group).unread.append(_Unread(arrival, call, words, senders))
+
+
+def end_failed(group: dist.ProcessGroup, number: int) -> None:
+    """Compare the words of a call that ended with an error as far as they have arrived, and drop the others.
+
+    If all ranks left it alike, a peer may write the word of its next call over one that was not read yet. It does so
+    after the ranks have compared their errors, thus after this.
+    """
+    calls = _calls(group)
+    if calls.unread and calls.unread[-1].call.value == number:
+        with suppress(RuntimeError):  # from a device that failed; the first error is the cause
+            _problem(calls)
+        while calls.unread and calls.unread[-1].call.value == number:
+            calls.unread.pop()
 
 
 def check(group: dist.ProcessGroup | None, device: torch.device) -> None:

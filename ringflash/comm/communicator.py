@@ -13,20 +13,29 @@ import itertools
 import os
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from ringflash.comm.group import store_of
+
 _BACKENDS = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 _communicators: dict[tuple[str, str], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-_nccl: list[dist.ProcessGroupNCCL] = []
+_peers: list[_Peers] = []
+_registered: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _names = itertools.count()
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
+_GRACE_S = 10.0  # for the other ranks to end, too: longer than healthy ranks drift apart
+_PAUSE_S = 0.1  # between two questions to their store
+_QUIET_S = 2.0  # of waiting for the device before a word
 
 
 def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -42,6 +51,7 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
     key = (group.group_name, purpose)
     known = _communicators.get(key)
     if known is None or known[0] is not group:
+        _free_destroyed()
         known = _communicators[key] = (group, _make(group, purpose, backend, timeout))
     return known[1]
 
@@ -57,6 +67,79 @@ def register_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> tupl
     name = f"{group.group_name} members {next(_names)}"  # of this process only
     torch._C._distributed_c10d._register_process_group(name, made)  # type: ignore[arg-type]
     return name, made
+
+
+class _Peers:
+    """Ranks of a group that use memory and communicators of this process until all of them are idle.
+
+    Args:
+        group: its ranks.
+        device: device of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
+        self.nccl: list[dist.ProcessGroupNCCL] = []
+        number = next(_registered[group.group_name])  # a name is given again after its group has been destroyed
+        self._store = dist.PrefixStore(f"ringflash/end {number}", _get_process_group_store(group))
+        self._said: set[str] = set()
+
+    def say(self, what: str) -> None:
+        """Tell the other ranks that this one is "idle" or has "left"."""
+        if what not in self._said and self._store.add(what, 1) >= self.size:
+            self._store.set(f"all {what}", "yes")
+        self._said.add(what)
+
+    def all_say(self, what: str) -> bool:
+        """Return True if all ranks have said so."""
+        return self._store.check([f"all {what}"])
+
+    def wait(self, what: str, deadline: float) -> None:
+        """Wait until all ranks have said so, or until the deadline."""
+        while not self.all_say(what) and time.monotonic() < deadline:  # torch warns of a wait that ends without it
+            time.sleep(_PAUSE_S)
+
+
+def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
+    """Register the ranks of a group, which use memory of this process: at its end it waits for them."""
+    known = next((peers for peers in _peers if peers.group is group), None)
+    if known is None:
+        known = _Peers(group, device)
+        _peers.append(known)
+    return known
+
+
+def finish_device() -> None:
+    """Wait for the ring calls that the device has not finished, which peers are in, too; not after an error.
+
+    To be called at the end of the process while the watchdog runs, which ends a wait for a dead peer.
+    """
+    if os.getpid() != _process or not _peers or _ended_by_error():
+        return
+    thread = Thread(target=_synchronize, name="ringflash-end", daemon=True)
+    thread.start()
+    thread.join(_QUIET_S)
+    if thread.is_alive():
+        tell_user("the program has ended; waiting for its ring calls, which the GPU has not finished")
+        thread.join()
+
+
+def _synchronize() -> None:
+    try:
+        for device in {peers.device for peers in _peers}:
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        note_end(error)
+        tell_user(f"the program has ended, but ring calls that it did not wait for have failed: {error}")
+
+
+def tell_user(text: str) -> None:
+    """Print a message of this process, past loggers and replaced streams."""
+    print(f"ringflash: {text}", file=sys.__stderr__, flush=True)
+
+
+def _ended_by_error() -> bool:
+    return _interrupted or getattr(sys, "last_value", None) is not None
 
 
 def note_end(error: BaseException | None) -> None:
@@ -99,23 +182,57 @@ def _gloo_states() -> list[str]:
 
 
 @atexit.register  # after `_end_gloo`, and so called before it
-def _end_nccl() -> None:
-    """End the NCCL communicators while the interpreter still runs.
+def _leave() -> None:
+    """End the communicators of NCCL while the interpreter still runs, and memory that peers use not before they end.
 
-    Destroying them is a collective call. If only one rank fails, it would wait for peers that wait for its next ring
-    call, and the job would hang after the traceback. So after an error all communicators are aborted in one group, as
-    torch does.
+    Destroying a communicator is a collective call, for which one rank that ends by itself (`sys.exit`) would wait for
+    ever. Aborting one needs no peer, and loses nothing if all ranks are idle. So a rank waits some seconds until all
+    are, and then aborts; after an error it does so at once.
     """
-    if os.getpid() != _process or not _nccl:
+    if os.getpid() != _process or not _peers:
         return
-    if not _interrupted and getattr(sys, "last_value", None) is None:
-        for transport in _nccl:
-            transport.shutdown()
-        return
-    _nccl[0]._group_start()
-    for transport in _nccl:
-        transport.abort()
-    _nccl[0]._group_end()
+    finish_device()
+    if not _ended_by_error():
+        thread = Thread(target=_await_peers, name="ringflash-end", daemon=True)  # the store may not answer
+        thread.start()
+        thread.join(_GRACE_S + 1)
+    _abort([transport for peers in _peers for transport in peers.nccl])
+
+
+def _await_peers() -> None:
+    """Wait until all ranks are idle; the first of a group, which may keep its store, until the others have left it."""
+    deadline = time.monotonic() + _GRACE_S
+    firsts = [peers for peers in _peers if peers.rank == 0]
+    for what, waiting in (("idle", _peers), ("left", firsts)):
+        for peers in _peers:
+            with suppress(RuntimeError):  # the store is gone
+                peers.say(what)
+        for peers in waiting:
+            with suppress(RuntimeError):  # so is the time
+                peers.wait(what, deadline)
+
+
+def _free_destroyed() -> None:
+    """Free the communicators of groups that have been destroyed; those of NCCL once all ranks have found them so."""
+    for key, (group, _) in list(_communicators.items()):
+        if store_of(group) is None:
+            del _communicators[key]
+    for peers in [peers for peers in _peers if store_of(peers.group) is None]:
+        torch.cuda.synchronize(peers.device)
+        with suppress(RuntimeError):
+            peers.say("idle")
+            if peers.all_say("idle"):
+                _abort(peers.nccl)
+                _peers.remove(peers)
+
+
+def _abort(transports: list[dist.ProcessGroupNCCL]) -> None:
+    """Abort communicators in one group, as torch does."""
+    if transports:
+        transports[0]._group_start()
+        for transport in transports:
+            transport.abort()
+        transports[0]._group_end()
 
 
 def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -132,7 +249,7 @@ def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedel
         options._timeout = timeout
         transport = dist.ProcessGroupNCCL(store, *rank_and_size, options)
         transport._set_sequence_number_for_group()
-        _nccl.append(transport)
+        register_peers(group, device).nccl.append(transport)
     made._set_default_backend(_BACKENDS[backend])
     made._register_backend(device, _BACKENDS[backend], transport)
     return made

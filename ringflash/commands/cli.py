@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
 }
 
 ROOT = Path(ringflash.__file__).parents[1]
+DOCUMENTS = "https://github.com/ringflash/ringflash/tree/main/docs"  # messages name pages as docs/page.md
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -82,7 +83,11 @@ def _module(name: str) -> ModuleType:
 
 def _parser(wanted: str) -> ArgumentParser:
     """Return a parser with all subcommands, and the arguments of the wanted one."""
-    parser = ArgumentParser(prog="ringflash", description="Commands to run before a long training over a ring.")
+    parser = ArgumentParser(
+        prog="ringflash",
+        description=f"Commands to run before a long training over a ring. Pages that messages name are in {DOCUMENTS}.",
+        version=f"{ringflash.__version__}, documents: {DOCUMENTS}",
+    )
     commands = parser.add_subcommands()
     for name, (_, help_line) in COMMANDS.items():
         command = ArgumentParser(description=help_line)

@@ -45,6 +45,12 @@ _REFUSED = {
     )
     for form in _FORMS
 }
+# Names that prime-rl and axolotl import, whatever they call afterwards.
+_REFUSED |= dict.fromkeys(
+    ("AllGatherComm", "get_default_args", "check_params", "create_ring_flash_attention_forward"),
+    "only be imported, got a call: it is part of that package's rings, which ringflash replaces; use "
+    "llama3_flash_attn_varlen_func or substitute_hf_flash_attn.",
+)
 __all__ = [
     f"{stem}{form}_func"
     for stem in ("ring_flash_attn", "zigzag_ring_flash_attn", "llama3_flash_attn_varlen")
@@ -53,7 +59,7 @@ __all__ = [
 __all__ += ["llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
 __all__ += ["use_ring_attn", *_REFUSED]
 _MODULES = (  # of the package, from which its users import
-    "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "zigzag_ring_flash_attn",
+    "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "utils", "zigzag_ring_flash_attn",
 )  # fmt: skip
 
 DATA_PARAMS: dict[str, Any] = {}  # of the current batch, set by `update_ring_flash_attn_params`
@@ -273,7 +279,7 @@ llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func 
 
 def __getattr__(name: str) -> Any:
     """Return a function that raises NotImplementedError, or this module for the name of one of the package's."""
-    if name in ("adapters", "hf_adapter"):
+    if name in ("adapters", "hf_adapter", "utils"):
         return sys.modules[__name__]
     if name not in _REFUSED:
         raise AttributeError(f"ring_flash_attn has no {name!r} in ringflash.compat.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,15 @@ class TokenFiles:
         self._starts = np.concatenate([np.zeros(0, BOUND), *(x[:-1] for x in bounds)])  # offsets in the shard
         self.lengths = np.concatenate([np.zeros(0, BOUND), *(np.diff(x) for x in bounds)])
         self._shard_ends = np.cumsum([shard.num_documents for shard in self.header.shards])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without tokens: a pickled memmap is an array of its content."""
+        return {**vars(self), "_tokens": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the tokens again, in a loader's worker that was not forked."""
+        vars(self).update(state)
+        self._tokens = [self._map_tokens(shard) for shard in self.header.shards]
 
     def __len__(self) -> int:
         return len(self.lengths)

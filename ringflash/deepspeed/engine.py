@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.comm.agreement import MESSAGE_BYTES, agree
+from ringflash.deepspeed.parameter_use import watch_parameters
 from ringflash.deepspeed.refusals import Config, check, read
 from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
@@ -79,6 +80,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
             before the engine is built, on every rank (if the processes have joined, as by `context_mesh`).
         NotImplementedError: tensor or expert parallelism, or fp16 at stage 0.
         RuntimeError: the engine nevertheless averages over other ranks.
+        ValueError: later, as `watch_parameters`.
     """
     content, error = _read_and_check(config, keywords)
     if dist.is_initialized():
@@ -88,6 +90,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     check_engine(made[0])
+    watch_parameters(made[0])
     _separate_backwards(made[0])
     return made
 
@@ -111,19 +114,41 @@ def _signature(config: dict[str, Any]) -> dict[str, object]:
 
 
 def _separate_backwards(engine: Any) -> None:
-    """Make each backward of an engine independent of the previous one.
+    """Make each backward of an engine independent of the previous one, or refuse it.
 
     Unless a forward ran in between, DeepSpeed 0.19.8 takes a backward for a continuation of the previous one, and at
-    stage 3 overwrites the gradients of the first.
+    stage 3 overwrites the gradients of the first. At stages 1 and 2, a backward that it takes for the last one of a
+    step replaces the gradients of the ones before.
     """
-    backward = engine.backward
+    backward, prologue = engine.backward, engine._backward_prologue
+    step_of_last = -1  # number of the engine's step that has had its last backward
+
+    def check() -> None:
+        nonlocal step_of_last
+        is_last = engine.managed_gradient_accumulation() and engine.is_gradient_accumulation_boundary()
+        if not is_last or engine.zero_optimization_stage() not in (1, 2):
+            return
+        if engine.micro_steps == step_of_last:
+            raise ValueError(
+                "the last batch of a step must have one backward at ZeRO stages 1 and 2, got another before "
+                "engine.step, whose gradients would replace those of the first; set "
+                '"managed_gradient_accumulation": false in the config (at stage 1 also "overlap_comm": false): every '
+                "engine.step is then one of the optimizer, for all backwards before it."
+            )
+        step_of_last = engine.micro_steps
 
     def begun(*args: Any, **keywords: Any) -> Any:
+        check()
         if isinstance(engine.optimizer, ZeROOptimizer):
             engine.optimizer.clear_backward_seen_flag()
         return backward(*args, **keywords)
 
-    engine.backward = begun
+    def begun_by_torch() -> None:
+        if not engine._running_engine_backward:  # loss.backward()
+            check()
+        prologue()
+
+    engine.backward, engine._backward_prologue = begun, begun_by_torch
 
 
 def check_engine(engine: Any) -> None:

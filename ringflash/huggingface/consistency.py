@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from inspect import signature
 from typing import Any, NoReturn
 from weakref import ref
@@ -21,6 +22,9 @@ from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.training.buffers import ChangedBuffers, persistent_buffers
+from ringflash.training.fsdp_units import align_during_forward
+from ringflash.training.gradients import FilledGradients
 from ringflash.training.seeding import seeded_by_rank
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
@@ -56,6 +60,7 @@ class ForwardInputs:
         self._position_ids: Tensor | None = None
         self._errors: dict[str, Exception] = {}
         self._seeding: AbstractContextManager[None] | None = None  # of the current forward
+        self._aligned = False  # FSDP2's units, in the first training forward
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -68,7 +73,24 @@ class ForwardInputs:
         notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
         model.register_forward_pre_hook(notes, with_kwargs=True)
         model.register_forward_hook(notes.end, always_call=True)
+        model.register_forward_hook(partial(notes._fill_gradients, FilledGradients()))
+        if any(True for _ in persistent_buffers(model)):
+            buffers = ChangedBuffers()
+            model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
+            model.register_forward_hook(partial(notes._compare, lambda x: buffers.end(x, notes.options.group)))
         return notes
+
+    @torch.compiler.disable(reason="ranks compare which parameters have gradients")
+    def _fill_gradients(self, filled: FilledGradients, model: nn.Module, args: Any, output: object) -> None:
+        """Give zeros to parameters that other ranks have used; a hook of the model's forward."""
+        if model.training and torch.is_grad_enabled():
+            filled.begin(model, self.options.group, output)
+
+    @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
+    def _compare(self, step: Callable[[nn.Module], None], model: nn.Module, *_: Any) -> None:
+        """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
+        if model.training and torch.is_grad_enabled() and self.options.group is not None:
+            step(model)
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the arguments; a forward pre-hook of the model."""
@@ -82,15 +104,18 @@ class ForwardInputs:
                 if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
                     use_global_length(child, self)
             if model.training:
-                self._seed(model, given)
+                self._begin_training(model, given)
 
-    @torch.compiler.disable(reason="generators are seeded")
-    def _seed(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """Let dropout draw another mask on each rank, also if all are seeded alike, as by Trainer and Lightning.
+    @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
+    def _begin_training(self, model: nn.Module, given: dict[str, Any]) -> None:
+        """Let dropout draw another mask on each rank, also if all are seeded alike; at first align FSDP2's units.
 
         Raises:
             NotImplementedError: the model has dropout, and a CUDA graph is captured, in which nothing can be seeded.
         """
+        if not self._aligned:
+            self._aligned = True
+            align_during_forward(model)
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("meta"))
         if cuda_graphs.capturing(device):
             drops = [name for name, x in model.named_modules() if isinstance(x, nn.Dropout) and x.training and x.p > 0]

@@ -6,6 +6,7 @@ attention counts. Hooks on these modules give them the values of the whole seque
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from ringflash.huggingface.options import NAME, ModelRing
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+_CACHE_NAMES = ("cache", "past_key_values")  # of a layer's argument: from transformers 5.24 on, and before
 
 
 def use_global_length(model: nn.Module, inputs: Any) -> None:
@@ -22,6 +24,8 @@ def use_global_length(model: nn.Module, inputs: Any) -> None:
 
     Args:
         inputs: the model's `ForwardInputs`.
+    Raises:
+        NotImplementedError: a layer that counts positions takes no cache by a known name.
     """
     for module in model.modules():
         if depends_on_length(module):
@@ -29,9 +33,11 @@ def use_global_length(model: nn.Module, inputs: Any) -> None:
             if _append_longest not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_append_longest, with_kwargs=True)
                 module.register_forward_hook(_drop_longest)
-        inputs.counts_positions |= _counts_positions(module)
-        if _counts_positions(module) and _add_offsets not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_add_offsets, with_kwargs=True)
+        if _counts_positions(module):
+            inputs.counts_positions = True
+            module._ringflash_cache = _name_of_cache(module)  # type: ignore[assignment]
+            if _add_offsets not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_add_offsets, with_kwargs=True)
 
 
 def depends_on_length(module: nn.Module) -> bool:
@@ -45,6 +51,18 @@ def depends_on_length(module: nn.Module) -> bool:
 def _counts_positions(module: nn.Module) -> bool:
     """Return True for Llama 4's layers without rotation, which scale queries by positions that they count."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
+
+
+def _name_of_cache(module: nn.Module) -> str:
+    """Return the argument by which a layer takes a cache. Given another one, transformers warns and ignores it."""
+    parameters = signature(type(module).forward).parameters
+    for name in _CACHE_NAMES:
+        if name in parameters:
+            return name
+    raise NotImplementedError(
+        f"{type(module).__name__} must take a cache as one of {_CACHE_NAMES}, got {list(parameters)}; use a version of "
+        "transformers that ringflash was tested with."
+    )
 
 
 @torch.compiler.disable(reason="transformers reads the largest position")
@@ -102,8 +120,9 @@ def _add_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if getattr(module.config, "_attn_implementation", None) != NAME:  # type: ignore[union-attr]
         return None
-    if kwargs.get("past_key_values") is not None:
-        raise NotImplementedError("past_key_values must be None, got a cache; pass use_cache=False.")
+    name: str = module._ringflash_cache  # type: ignore[assignment]
+    if kwargs.get(name) is not None:
+        raise NotImplementedError(f"{name} must be None, got a cache; pass use_cache=False.")
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     options: ModelRing = module._ringflash  # type: ignore[assignment]
     columns = kwargs.pop("columns", None)
@@ -111,7 +130,7 @@ def _add_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         offsets = _offsets(options, hidden.shape[1], hidden.device)
     else:
         offsets = columns - torch.arange(hidden.shape[1], device=hidden.device)
-    return args, {**kwargs, "past_key_values": _OffsetCache(offsets)}
+    return args, {**kwargs, name: _OffsetCache(offsets)}
 
 
 @torch.compiler.disable(reason="positions are cached from call to call")
@@ -129,6 +148,6 @@ class _OffsetCache:
         """Return the number to add to each token's local index."""
         return self._offsets
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Return the arguments; nothing is stored."""
         return key, value

@@ -54,6 +54,10 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Call the model's method of this name, for Trainer with TrainingArguments(gradient_checkpointing=True)."""
         self.model.gradient_checkpointing_enable(**options)  # type: ignore[operator]
 
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Call the model's method of this name, which Trainer calls from transformers 5.23 on."""
+        self.model.activation_checkpointing_enable(**options)  # type: ignore[operator]
+
     def forward(
         self,
         input_ids: Tensor,

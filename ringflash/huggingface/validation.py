@@ -32,6 +32,7 @@ _REMEDIES = {
     "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
     "use_cache": _CACHE_REMEDY,
     "past_key_values": _CACHE_REMEDY,
+    "cache": _CACHE_REMEDY,
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }

@@ -8,15 +8,18 @@ A checkpoint is written under a temporary name and renamed once it is complete.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
 import shutil
 import time
+import zlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -25,12 +28,16 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import callbacks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from ringflash.checkpoint_checksums import ChecksumWriter, Sums, write_checksums
+from ringflash.comm import agreement
 
 WRITTEN_AT = "written_at"  # file in a checkpoint: the time in ns, because copying changes the files' own times
 COMPLETE = "complete"  # file in a DeepSpeed checkpoint, written once all ranks have written their parts
 PARTIAL = ".partial"  # suffix of a checkpoint that is being written
+_SAVED_OTHERWISE = {"state_dict", "optimizer_states", "hyper_parameters", "datamodule_hyper_parameters"}
+_SHARDED = "sharded"
 REPLACED = ".replaced"  # suffix of a complete checkpoint for the moment in which a new one takes its name
 
 
@@ -119,6 +126,55 @@ def check_local(folder: str | Path) -> None:
             f"checkpoints must go to a folder of a file system, got {folder}; name one that all hosts share, and "
             "copy them on from there."
         )
+
+
+def check_same_state(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> None:
+    """Check that ranks save the same state of callbacks, loops and data; all ranks call this together.
+
+    A checkpoint has only the first rank's, from which every rank would continue. What only the first rank saves passes,
+    as do the times and scores of Lightning's own callbacks.
+
+    Args:
+        checkpoint: what Lightning has collected on this rank.
+    Raises:
+        ValueError: values differ, or are sharded tensors; on every rank.
+    """
+    own = (callbacks.ModelCheckpoint, callbacks.EarlyStopping, callbacks.Timer)
+    ignored = {callback.state_key for callback in trainer.callbacks if isinstance(callback, own)}
+    state = {name: value for name, value in checkpoint.items() if name not in _SAVED_OTHERWISE}
+    state["callbacks"] = {name: value for name, value in state.get("callbacks", {}).items() if name not in ignored}
+    mine = dict(_described(state, ""))
+    summary = hashlib.sha256(repr(mine).encode()).hexdigest()
+    found = [mine]
+    if len({*agreement.gather(cast(dist.ProcessGroup, dist.group.WORLD), summary)}) > 1:
+        found = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(found, mine)
+    first, *others = found
+    for name, rank in [(name, 0) for name in first] + [(name, r) for r, x in enumerate(others, 1) for name in x]:
+        if found[rank][name] == _SHARDED or found[rank][name] != first.get(name):
+            got = "a sharded tensor" if found[rank][name] == _SHARDED else "another value"
+            raise ValueError(
+                f"{name} must be the same on all ranks to be saved, because every rank continues from the first one's, "
+                f"got {got} on rank {rank}; in state_dict gather shards (full_tensor), in load_state_dict take this "
+                "rank's shard, as the moving average in docs/lightning.md does; return other values only where all "
+                "ranks agree on them."
+            )
+
+
+def _described(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Yield the name of each value in nested dicts and lists, and a text that tells it from others."""
+    if isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in items:
+            yield from _described(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, DTensor):
+        yield name, _SHARDED
+    elif isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        yield name, f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content)}"
+    else:
+        plain = isinstance(value, str | bytes | int | float | complex | None)
+        yield name, repr(value) if plain else type(value).__qualname__
 
 
 def note_time(checkpoint: Path) -> None:

@@ -1,12 +1,10 @@
-"""Comparison of a user's training step on the ring with the same step on the whole sequence, before training.
+"""Trial of a user's training step before training, on a few tokens, and comparison of the batches of the ranks.
 
-`ringflash.wrap.check.check_wrapped` compares everything up to the last attention; this file compares the losses, which
-are computed after it, and the batches of the ranks.
+`ringflash.wrap.check` compares the trial on the ring with that on the whole sequence.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +14,11 @@ import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringflash.comm.agreement import agree, gather
 from ringflash.comm.group import Group, resolve
+from ringflash.sequence.padding import IGNORE_INDEX
 
 
 class _Stopped(Exception):
@@ -57,20 +57,18 @@ class FirstStep:
         self.loss = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def check_step(local: FirstStep, whole: FirstStep, group: Group, dtype: torch.dtype) -> None:
-    """Check that the mean loss over the ring's ranks is the loss of the whole sequence, or 1 / cp_size of it.
+def check_labels(local: FirstStep, whole: FirstStep, group: Group) -> None:
+    """Check that the shards have as many labels as the whole sequence.
 
-    The second case is a step that multiplies its loss by cp_size itself: it does so on the whole sequence as well.
-
-    Args:
-        dtype: dtype in which the module computes.
     Raises:
-        ValueError: labels differ, or losses differ by more than sqrt(eps); on every rank.
+        ValueError: they have not; on every rank.
     """
-    resolved = resolve(group)
-    if resolved is None:
-        return
-    error = _difference(local, whole, gather(resolved, local.loss), torch.finfo(dtype).eps ** 0.5)
+    error = None
+    if local.num_tokens != whole.num_tokens:
+        error = ValueError(
+            f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} in its calls), got "
+            f"{local.num_tokens} over the ring; shift labels before the batch is sharded (ringflash.loss.shift_labels)."
+        )
     agree(group, {"first step": len(local.num_tokens)}, error)
 
 
@@ -102,19 +100,66 @@ def check_same_batch(batch: Any, group: Group) -> None:
         )
 
 
-def _difference(local: FirstStep, whole: FirstStep, losses: list[Any], bound: float) -> ValueError | None:
-    if local.num_tokens != whole.num_tokens:
-        return ValueError(
-            f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} in its calls), got "
-            f"{local.num_tokens} over the ring; shift labels before the batch is sharded (ringflash.loss.shift_labels)."
-        )
-    if whole.loss is None or None in losses or not math.isfinite(whole.loss):
-        return None
-    mean, wanted = sum(losses) / len(losses), (whole.loss, whole.loss / len(losses))
-    if any(abs(mean - x) <= bound * abs(x) for x in wanted):
-        return None
-    return ValueError(
-        f"training_step's loss, averaged over the ring, must be that of the whole sequence ({whole.loss:.6g}), got "
-        f"{mean:.6g}; use token_loss, which counts the tokens of all ranks, with labels shifted before the batch is "
-        "sharded, or set check_sequence_sharding = False if another loss is intended."
-    )
+def sample(batch: Any, size: int, held: Tensor) -> Any:
+    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
+
+    They are those with most labels. If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers
+    (weights), one rank keeps only its first label or one: the mean over each shard then differs from that over the
+    sequence. If there are tokens (or other 2-D integers), tensors of another length, such as features of each sequence,
+    are returned whole.
+
+    Args:
+        held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
+    """
+    if isinstance(batch, Mapping):
+        batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
+    tensors: list[Tensor] = []
+    apply_to_collection(batch, Tensor, tensors.append)
+    lengths = {x.shape[1] for x in tensors if x.dim() == 2 and not x.is_floating_point()}
+
+    def has_tokens(x: Tensor) -> bool:
+        return x.dim() > 1 and (not lengths or x.shape[1] in lengths)
+
+    chosen_ones = [chosen for x in tensors if has_tokens(x) and (chosen := _chosen(x)) is not None]
+    counts = [x.flatten(1).sum(0).cpu() for x in chosen_ones if x.shape[1] > size]
+    start = 0
+    if counts:
+        counts = [x for x in counts if x.shape == counts[0].shape]
+        sums = pad(torch.stack(counts).sum(0).cumsum(0), (1, 0))
+        start = int((sums[size:] - sums[:-size]).argmax())
+
+    def cut(x: Tensor) -> Tensor:
+        if not has_tokens(x):
+            return x
+        part = x[:, start : start + size]
+        if (chosen := _chosen(x)) is None:
+            return part
+        chosen = chosen[:, start : start + size].flatten(1)
+        mine = torch.zeros_like(chosen)
+        mine[:, held[held < part.shape[1]].to(x.device)] = True
+        mine &= chosen
+        others = (mine & (mine.cumsum(1) > 1)).view(part.shape)
+        if _has_ignored(x):
+            return part.masked_fill(others, IGNORE_INDEX)
+        return part.masked_fill(others, 0) if _is_mask(x) else torch.where(others, part / 16, part)
+
+    return apply_to_collection(batch, Tensor, cut)
+
+
+def _chosen(x: Tensor) -> Tensor | None:
+    """Return which tokens of labels with a -100, of a mask or of weights count, (batch, seqlen, ...); else None."""
+    if _has_ignored(x):
+        return x != IGNORE_INDEX
+    return x != 0 if x.shape[2:].numel() == 1 and (_is_mask(x) or _are_weights(x)) else None
+
+
+def _has_ignored(x: Tensor) -> bool:
+    return x.dim() == 2 and x.dtype == torch.int64 and bool((x == IGNORE_INDEX).any())
+
+
+def _is_mask(x: Tensor) -> bool:
+    return bool(((x == 0) | (x == 1)).all())
+
+
+def _are_weights(x: Tensor) -> bool:
+    return x.is_floating_point() and bool((x >= 0).all())

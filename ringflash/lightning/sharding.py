@@ -5,6 +5,7 @@ class GPT(SequenceSharding, lightning.LightningModule): ...
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -23,19 +23,22 @@ from ringflash import huggingface
 from ringflash.attention.options import RingOptions
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
-from ringflash.lightning.first_step import FirstStep, check_same_batch, check_step
-from ringflash.lightning.strategy import OneProcess, check_ties, mixed_precision_policy, ranks_of
+from ringflash.lightning.first_step import FirstStep, check_labels, check_same_batch, sample
+from ringflash.lightning.strategy import OneProcess, check_ties, ranks_of
 from ringflash.sequence.layout import granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
-from ringflash.wrap.check import check_wrapped
-from ringflash.wrap.wrapper import wrapped_state
+from ringflash.wrap.check import check_runs
+from ringflash.wrap.interception import WrappedState
+from ringflash.wrap.wrapper import refuse_between_steps, wrapped_state
 
 if TYPE_CHECKING:
     _Base = lightning.LightningModule
 else:
     _Base = object
 
+# Lightning's warning for a module with a hook of this name, beside a data module: the mixin's hook is meant.
+OWN_HOOK = "You have overridden `on_before_batch_transfer` in `LightningModule` but have passed in a"
 CHECKED_TOKENS = 8  # per chunk, in the comparison with the whole sequence
 
 
@@ -43,9 +46,10 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     """Mixin for a LightningModule that is written for whole sequences.
 
     List it before LightningModule among the bases, and use a strategy with a context axis. Each training or evaluation
-    step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Before the
-    first training step `check_wrapped` compares the module on the ring with the module on the whole sequence, for a
-    part of the first batch. Each method may be overridden.
+    step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Between the
+    steps attention is refused, unless `ringflash.disable_ring` says that sequences are whole. Before the first training
+    step the module on the ring is compared with the module on the whole sequence, for a part of the first batch. Each
+    method may be overridden.
     """
 
     _ringflash_ready = False
@@ -67,8 +71,10 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             _check_same_ring(wrapped_state(self).options, strategy)
             return
         self._ringflash_ready = True
+        warnings.filterwarnings("ignore", OWN_HOOK)
         _check_data(self.trainer.datamodule)
         wrap_attention(self, strategy.cp_group, layout=strategy.layout)
+        refuse_between_steps(self)
         if own := [name for name, _ in self.named_parameters(recurse=False)]:
             raise ValueError(
                 f"parameters must be in submodules, whose forward gathers them, got {own}; move them into one."
@@ -76,8 +82,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(strategy, OneProcess):
             return
         with check_ties(self):
-            for child in _modules_to_shard(self.children()):
-                strategy.shard_parameters(child, _units(child))
+            for child in self.children():
+                for module in _modules_to_shard([child]):  # a layer of a list has no units inside
+                    strategy.shard_parameters(module, [] if isinstance(child, nn.ModuleList) else _units(module))
 
     def shard_batch(self, batch: Any, group: Group) -> Any:
         """Return this rank's shard of a batch.
@@ -126,13 +133,12 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         Args:
             tokens: (batch, seqlen_local, ...).
         """
-        group = self._group()
-        cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
-        layout = ranks_of(self.trainer).layout
-        seqlen, documents = tokens.shape[1] * cp_size, self._ringflash_documents
-        return local_positions(seqlen, cp_size, cp_rank, layout, documents).to(tokens.device)
+        if (group := self._group()) is None:
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        layout, seqlen = ranks_of(self.trainer).layout, tokens.shape[1] * group.size()
+        return local_positions(seqlen, group.size(), group.rank(), layout, self._ringflash_documents).to(tokens.device)
 
-    def token_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def token_loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Mean cross-entropy over the tokens of the whole sequence, with the gradient scale of `ringflash.loss`.
 
         The value is equal on all ranks of a ring, so that it can be printed, logged and compared. The gradient is that
@@ -140,17 +146,27 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
 
         Args:
             logits: (batch, seqlen_local, vocab_size).  labels: (batch, seqlen_local), shifted, -100 is none.
+            weights: (batch, seqlen_local), of the tokens in the mean, such as a loss mask of 0 and 1; default 1.
         Returns:
-            loss: scalar, fp32 (fp64 for fp64), 0 without labels. A sum over a million tokens has two digits in bf16,
-                and is inf in fp16.
+            loss: scalar, fp32 (fp64 for fp64), 0 without labels or weights. A sum over a million tokens has two digits
+                in bf16, and is inf in fp16.
         """
-        group = self._group()
+        group, labelled = self._group(), labels != IGNORE_INDEX
+        order = None if group is None else getattr(ranks_of(self.trainer), "unit_order", None)
+        if order is not None:  # a rank that left out a unit would wait below for one that did not
+            order.enter("token_loss", logits.device.type)
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        mass = labelled if weights is None else torch.where(labelled, weights, 0).double()
+        if weights is not None:  # 0 times an infinite loss is 0
+            losses = losses.masked_fill(mass.flatten() == 0, 0) * mass.flatten().to(losses.dtype)
         local = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        total, count = _sum_over_group(group, local.detach(), (labels != IGNORE_INDEX).sum())
+        total, count, num_labels = _sum_over_group(group, local.detach(), mass.sum(), labelled.sum())
         if self._ringflash_step is not None:
-            self._ringflash_step.num_tokens.append(int(count))
-        cp_size, count = 1 if group is None else group.size(), count.clamp(min=1)
+            self._ringflash_step.num_tokens.append(int(num_labels))
+        if (state := self._wrapped()) is not None and state.watch is not None:
+            for kind, x in (("logits", logits), ("labels", labels), ("weights", weights)):
+                state.watch("token_loss", kind, x)
+        cp_size, count = 1 if group is None else group.size(), torch.where(count == 0, 1, count)
         return cast(Tensor, _WithValue.apply(local * cp_size / count, (total / count).to(local.dtype)))
 
     def log(self, name: str, value: Any, *args: Any, sync_dist: bool | None = None, **options: Any) -> None:
@@ -181,6 +197,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     def _group(self) -> Any:
         if self._ringflash_step is not None and self._ringflash_step.whole:
             return None
+        if (state := self._wrapped()) is not None and state.whole:
+            return None
         if not self._ringflash_cut:
             raise RuntimeError(
                 "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super()'s "
@@ -188,29 +206,39 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             )
         return resolve(ranks_of(self.trainer).cp_group)
 
+    def _wrapped(self) -> WrappedState | None:
+        return getattr(self, "_ringflash_calls", None)
+
     def _check(self, batch: Any) -> None:
-        """Run `check_wrapped` and `check_step` on a few tokens of a batch."""
+        """Run `check_runs` on a few tokens of a batch, if it is sharded at all."""
         strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
+        if resolve(strategy.cp_group) is None:
+            return
         device = self.trainer.strategy.root_device
         size = granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS
         bounds = torch.tensor([0, size], dtype=torch.int32) if strategy.layout == "balanced" else None
-        sample = _sample(batch, size, local_positions(size, strategy.cp_size, 0, strategy.layout, bounds))
-        if bounds is not None and isinstance(sample, dict):
-            sample["cu_seqlens"] = bounds
-        documents, self._ringflash_documents = self._ringflash_documents, _documents(sample)
+        tokens = sample(batch, size, local_positions(size, strategy.cp_size, 0, strategy.layout, bounds))
+        if bounds is not None and isinstance(tokens, dict):
+            tokens["cu_seqlens"] = bounds
+        documents, self._ringflash_documents = self._ringflash_documents, _documents(tokens)
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
-        def run(group: Group) -> None:
+        def run(group: Group) -> float | None:
             step = whole if group is None else local
             gpus = [device] if device.type == "cuda" else []  # both runs draw the same numbers
             with self._as_trial(step), precision.train_step_context(), torch.random.fork_rng(devices=gpus):
-                shard = self._apply_batch_transfer_handler(self.shard_batch(sample, group), device, 0)
+                shard = self._apply_batch_transfer_handler(self.shard_batch(tokens, group), device, 0)
                 step.run(self.training_step, shard)
+            if group is None:
+                check_labels(local, whole, strategy.cp_group)
+            return step.loss
 
-        check_wrapped(self, run)
+        check_runs(
+            self, run, "training_step's loss, averaged over the ring,",
+            "use token_loss, which counts the tokens of all ranks (a loss mask is its argument weights), with labels "
+            "shifted before the batch is sharded, or set check_sequence_sharding = False if another loss is intended",
+        )  # fmt: skip
         self._ringflash_documents = documents
-        dtype = mixed_precision_policy(precision.precision).param_dtype
-        check_step(local, whole, strategy.cp_group, dtype or next(self.parameters()).dtype)
 
     @contextmanager
     def _as_trial(self, step: FirstStep) -> Iterator[None]:
@@ -304,41 +332,3 @@ def _units(module: nn.Module) -> list[nn.Module]:
 def _documents(batch: Any) -> Tensor | None:
     """Return the document bounds of a batch, if it has any."""
     return batch.get("cu_seqlens") if isinstance(batch, Mapping) else None
-
-
-def _sample(batch: Any, size: int, held: Tensor) -> Any:
-    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
-
-    They are those with most labels. If labels have a -100, all of one rank's but the first become -100: the mean over
-    each shard's labels then differs from that over the sequence's. If there are tokens (or other 2-D integers), tensors
-    of another length, such as features of each sequence, are returned whole.
-
-    Args:
-        held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
-    """
-    if isinstance(batch, Mapping):
-        batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
-    start, ignored = 0, held[1:]
-    lengths: set[int] = set()
-
-    def choose(labels: Tensor) -> None:
-        nonlocal start
-        if labels.dim() == 2 and not labels.is_floating_point():
-            lengths.add(labels.shape[1])
-        if _has_ignored(labels) and labels.shape[1] > size:
-            counts = torch.nn.functional.pad((labels != IGNORE_INDEX).sum(0).cumsum(0), (1, 0))
-            start = int((counts[size:] - counts[:-size]).argmax())
-
-    def cut(x: Tensor) -> Tensor:
-        if x.dim() < 2 or (lengths and x.shape[1] not in lengths):
-            return x
-        part = x[:, start : start + size]
-        there = ignored[ignored < part.shape[1]].to(x.device)
-        return part.index_fill(1, there, IGNORE_INDEX) if _has_ignored(x) else part
-
-    apply_to_collection(batch, Tensor, choose)
-    return apply_to_collection(batch, Tensor, cut)
-
-
-def _has_ignored(x: Tensor) -> bool:
-    return x.dim() == 2 and x.dtype == torch.int64 and bool((x == IGNORE_INDEX).any())

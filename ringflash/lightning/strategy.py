@@ -15,18 +15,18 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.lightning.checkpoint_loading import check_fits, keep_options
-from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local
+from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits
+from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, check_same_state
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.safe_files import check_together
 from ringflash.sequence.layout import granularity
+from ringflash.training.fsdp_units import UnitOrder
 from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 
@@ -83,6 +83,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         granularity(1, layout)  # raises for an unknown layout
         self._context_parallel_size, self.layout = context_parallel_size, layout
         self._shard_mesh: DeviceMesh | None = None
+        self.unit_order: UnitOrder | None = None
         self._replicate_size = replicate_size
         self._async_checkpoint = save_distributed_checkpoint if async_checkpoint is None else async_checkpoint
         self._writer: CheckpointWriter | None = None
@@ -153,6 +154,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
                 fully_shard(layer, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
             fully_shard(module, mesh=self.shard_mesh, mp_policy=policy, shard_placement_fn=self._placement)
         module.register_forward_hook(_reshard_without_backward)
+        assert dist.group.WORLD is not None
+        self.unit_order = self.unit_order or UnitOrder(dist.group.WORLD)
+        self.unit_order.watch(module)
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Choose the dim to shard, None for rows: of 8 experts on 64 ranks, 8 ranks would hold one and 56 none."""
@@ -169,20 +173,28 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return this rank's shards of the optimizer's state on their device."""
-        if not self._save_distributed_checkpoint:
-            return super().optimizer_state(optimizer)
+        """Return this rank's shards of the optimizer's state on their device; none before the optimizer's first step.
+
+        torch would make a step with zeros for it, which counts.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         assert self.model is not None
-        return get_optimizer_state_dict(self.model, getattr(optimizer, "optimizer", optimizer))
+        has_stepped, gathered = bool(optimizer.state), not self._save_distributed_checkpoint
+        state = super().optimizer_state(optimizer) if gathered else get_optimizer_state_dict(self.model, optimizer)
+        if has_stepped:
+            return state
+        optimizer.state.clear()
+        return {**state, "state": {}}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint, which takes its name once it is complete; during training return before that.
 
         Raises:
-            ValueError: the address of a bucket.
+            ValueError: the address of a bucket, or state of callbacks, loops or data that differs between ranks.
             RuntimeError: this checkpoint or the previous one, if that was still being written, failed; on every rank.
         """
         check_local(filepath)
+        check_same_state(checkpoint, self._trainer)
         if not self._save_distributed_checkpoint or storage_options is not None:  # Lightning refuses storage_options
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         optimizers = enumerate(checkpoint.pop("optimizer_states", []))
@@ -201,22 +213,26 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         Args:
             weights_only: applies to a single file; a directory is always read as data only.
         Raises:
-            ValueError: a file is damaged or would run code, or the checkpoint is another model's and the module's
-                strict_loading is True.
+            ValueError: a file is damaged or would run code, the checkpoint is another model's and the module's
+                strict_loading is True, or its optimizer has other parameter groups.
         """
         path = Path(self.broadcast(checkpoint_path))
         weights_only = True if weights_only is None else weights_only
-        if not path.is_dir():
-            return super().load_checkpoint(path, weights_only=weights_only)
-        callbacks: list[Any] = [x for x in self._trainer.callbacks if hasattr(x, "older_checkpoints")]
-        older = callbacks[0].older_checkpoints(path) if callbacks and self.is_global_zero else []
-        path = self._first_undamaged([path, *self.broadcast(older)])
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        if path.is_dir():
+            callbacks: list[Any] = [x for x in self._trainer.callbacks if hasattr(x, "older_checkpoints")]
+            older = callbacks[0].older_checkpoints(path) if callbacks and self.is_global_zero else []
+            path = self._first_undamaged([path, *self.broadcast(older)])
+        checkpoint = Folder(path) if path.is_dir() else SingleFile(path, weights_only)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
-        check_fits(path, found, module, self.optimizers)
-        with keep_options(found, self.model, self.optimizers):
-            return super().load_checkpoint(path, weights_only=weights_only)
+        check_fits(checkpoint, module, len(self.optimizers))
+        optimizers = self.optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []  # Lightning would load them by the order of parameters
+        rest = super().load_checkpoint(path, weights_only=weights_only)
+        self._optimizers = optimizers
+        for i, optimizer in enumerate(optimizers):
+            checkpoint.load_optimizer(i, self.model, optimizer)
+        return rest
 
     def _first_undamaged(self, paths: list[Path]) -> Path:
         """Return the first checkpoint that passes `check_together`; all ranks return the same one."""

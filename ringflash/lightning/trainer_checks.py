@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import lightning
 import torch.distributed as dist
@@ -10,9 +12,12 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from ringflash.comm.agreement import gather
+from ringflash.training.buffers import ChangedBuffers
 from ringflash.training.mesh import DataContextRanks
+from ringflash.wrap.wrapper import in_step
 
 
 class TrainerChecks(ParallelStrategy):
@@ -39,6 +44,27 @@ class TrainerChecks(ParallelStrategy):
         assert isinstance(self, DataContextRanks)
         _auto_add_worker_init_fn(dataloader, self.dp_rank)
         return super().process_dataloader(dataloader)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward as a part of the step: checkpointed layers attend again in it."""
+        with in_step(self.lightning_module):
+            return super().backward(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step, and compare the buffers that it has changed.
+
+        Raises:
+            ValueError: a buffer differs between the ranks of a ring; on every rank.
+        """
+        assert isinstance(self, DataContextRanks) and self.lightning_module is not None
+        self._changed_buffers.begin(self.lightning_module)
+        output = super().training_step(*args, **kwargs)
+        self._changed_buffers.end(self.lightning_module, self.cp_group)
+        return output
+
+    @cached_property
+    def _changed_buffers(self) -> ChangedBuffers:
+        return ChangedBuffers()
 
     def finish_checkpoints(self) -> None:
         """Wait until all requested checkpoints are on disk; a strategy that saves synchronously has nothing to do."""

@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringflash.memory.offload import HostCopies
+
+# From torch 2.15 on: attention's saved results bypass hooks that send tensors to the host, as they do before it.
+_BYPASS = "respect_saved_tensors_hooks"
+_SELECTIVE = {_BYPASS: False} if _BYPASS in signature(checkpoint).parameters else {}
 
 
 def checkpoint_layers(model: nn.Module, *, keep_attention: bool = True, offload: bool = False) -> None:
@@ -50,23 +56,50 @@ def checkpointable_layers(model: nn.Module) -> Sequence[Any]:
     if not layers:
         raise NotImplementedError(
             f"model must have layers of transformers' GradientCheckpointingLayer, got none in {type(model).__name__}; "
-            "wrap its layers in torch.utils.checkpoint with ringflash.memory.layers.keep_attention as the policy."
+            "wrap its layers in torch.utils.checkpoint with context_fn=ringflash.memory.layers.attention_kept."
         )
     return layers
 
 
-def keep_attention(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Decide for `create_selective_checkpoint_contexts`: save ringflash's attention, recompute everything else."""
-    saved = operator is torch.ops.ringflash.ring_attention.default
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+def attention_kept() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Return contexts for `torch.utils.checkpoint`, which save the results of ringflash's attention only."""
+    forward, recomputation = create_selective_checkpoint_contexts(_policy)
+    return forward, _OnlyAttention(recomputation)
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator is _attention() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attention() -> Any:
+    return torch.ops.ringflash.ring_attention.default
+
+
+class _OnlyAttention(TorchDispatchMode):
+    """Recomputation in which only attention is looked up.
+
+    torch also looks up operators that are computed again, and fails for one that the forward did not call: ZeRO-3 and
+    FSDP2 gather a layer's parameters within it unless they were prefetched, in the forward and in the backward.
+    """
+
+    def __init__(self, recomputation: Any) -> None:
+        super().__init__()
+        self._saved = recomputation
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator is _attention():
+            return self._saved.__torch_dispatch__(operator, types, args, kwargs)
+        return operator(*args, **(kwargs or {}))
 
 
 def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any], *args: Any) -> Any:
-    contexts: dict[str, Any] = {}
-    if keep:
-        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, keep_attention)
+    options: dict[str, Any] = {"context_fn": attention_kept, **_SELECTIVE} if keep else {}
     with nullcontext() if host is None else _on_host(host, args):
-        return checkpoint(layer, *args, use_reentrant=False, **contexts)
+        return checkpoint(layer, *args, use_reentrant=False, **options)
 
 
 def _on_host(host: HostCopies, args: tuple[Any, ...]) -> AbstractContextManager[Any]:

@@ -14,8 +14,11 @@ from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+
+# torch 2.15 makes it public, and warns of the old name.
+_set_timeout_of = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 DATA_AXIS, CONTEXT_AXIS = "data_parallel", "context_parallel"
 
@@ -58,7 +61,7 @@ def set_group_timeouts(mesh: DeviceMesh, timeout: timedelta | None) -> None:
     if timeout is None:
         return
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)
+        _set_timeout_of(timeout, group)
 
 
 class DataContextRanks:

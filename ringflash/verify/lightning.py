@@ -5,6 +5,7 @@ cp=1 uses the same number of ranks; each of them trains on the whole sequence, t
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,7 @@ class LightningSession(Session):
             module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
             if training.prepare is huggingface.prepare_batch:
                 training.prepare = _unsharded_batch
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # devices and a tip
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         precision = {"plugins": [DoublePrecision()]} if wide else {"precision": _PRECISION[self.settings.dtype]}
         return lightning.Trainer(

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.attention.options import RingOptions
+from ringflash.training.gradients import average_gradients
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
@@ -155,7 +156,7 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
     seen.loss = average(loss, group)
     seen.record_outputs(module, capture, group, training.layout)
     if training.wrap is None:
-        _average_gradients(module, group)
+        average_gradients(module.parameters(), group)
     seen.record_gradients(module, order, group)
     training.optimizer([p for p in module.parameters() if p.requires_grad]).step()
     seen.record_step(module, group)
@@ -231,18 +232,6 @@ def gradient_order(module: nn.Module) -> list[str]:
 
 def _full(x: Tensor) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).cpu().clone()
-
-
-def _average_gradients(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Average the gradients over the group, as DDP does."""
-    if group is None:
-        return
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= group.size()
 
 
 def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[str]:

@@ -6,6 +6,6 @@ check           check_wrapped: compares the wrapped module with itself on the wh
 """
 
 from ringflash.wrap.check import check_wrapped
-from ringflash.wrap.wrapper import wrap_attention
+from ringflash.wrap.wrapper import disable_ring, wrap_attention
 
-__all__ = ["check_wrapped", "wrap_attention"]
+__all__ = ["check_wrapped", "disable_ring", "wrap_attention"]

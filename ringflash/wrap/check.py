@@ -1,85 +1,260 @@
 """Comparison of a wrapped module on the ring with itself on the whole sequence, for errors that wrapping cannot see.
 
-Examples: positions counted from the shard's start, a convolution along the sequence, attention in a library's own
-binding. Each changes the inputs of some attention, from one layer on, or the module's output.
+check_runs
+  ring, whole    a run on shards, and one on the whole sequence: the inputs of every attention, what other layers are
+                 given, what the outermost modules return, each by position; and the loss
+  both, 3 times  with random numbers, which are those of the positions, in place of what the last layers return: a model
+                 that was just initialised has nearly the same loss for every token, so that a wrong mean would pass
 """
 
 from __future__ import annotations
 
-import sys
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ringflash.attention.api import RingAttention
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import agree, gather
 from ringflash.comm.group import Group
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import shard_sequence
 from ringflash.wrap.interception import AttentionCall, WrappedState
-from ringflash.wrap.wrapper import wrapped_state
+from ringflash.wrap.wrapper import disable_ring, not_compiled, wrapped_state
+
+# Largest size of the random numbers, for each pair of runs with them: one pair finds 4 of 5 wrong means in bf16. Losses
+# with an exponential overflow at the larger ones, and are then not compared.
+RANDOM_SIZES = (16, 256, 256)
+RANDOM_BOUND = 2.0**-6  # at most, of losses whose logits are equal to the bit: sqrt(eps) of bf16 is 0.09
+
+# By the kind of a tensor, what it must be.
+_MIXING = (
+    "only attention may mix tokens, by scaled_dot_product_attention: no shift, convolution, pooling or norm along the "
+    "sequence"
+)
+_RULES = {
+    "inputs": f"be given what it is given in the whole sequence, got {{}}; before it {_MIXING}.",
+    "outputs": f"return what it returns for the whole sequence, got {{}}; in it {_MIXING}.",
+    "logits": f"be given the logits of the whole sequence, got {{}}; before it {_MIXING}.",
+    "labels": "be given the labels of the whole sequence, got {}; shift labels before the batch is sharded "
+    "(ringflash.loss.shift_labels).",
+    "weights": "be given the weights of the whole sequence, got {}; do not divide them by their sum over a shard.",
+}
 
 
 def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
-    """Compare the inputs of every attention on the ring, and the module's output, with those on the whole sequence.
+    """Compare a module on the ring with itself on the whole sequence: by position, and by the loss if `run` returns it.
 
     A few tokens are enough: `16 * cp_size`. Runs without gradients, in evaluation mode, and not compiled.
 
     Args:
         module: from `wrap_attention`.
         run: run(group) calls the module on a batch sharded over `group`, run(None) on the whole batch, with attention
-            as before wrapping. The batch must be equal on every rank.
+            as before wrapping. The batch must be equal on every rank. It may return the loss, whose mean over the ranks
+            must be that of the whole sequence (or 1 / cp_size of it), or tensors (batch, seqlen, ...).
     Raises:
-        ValueError: inputs that differ by more than sqrt(eps) of the largest value; on every rank, with the first layer.
-            Or an output (batch, seqlen, ...) that does.
+        ValueError: tensors that differ by more than sqrt(eps) of the largest value, or losses; on every rank, with the
+            first layer. They are the inputs of every attention, what the module returns if it is (batch, seqlen, ...),
+            and what its layers are given, unless a later layer is given the right values.
     """
+    check_runs(module, run, "the loss of run, averaged over the ranks,", "sum over the tokens of all ranks")
+
+
+def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy: str) -> None:
+    """Compare as `check_wrapped`; `loss` and `remedy` are the words of the error for losses that differ."""
     state = wrapped_state(module)
     group = state.options.group
-    local = _trace(module, state, run, group)
-    with _whole_attention(module, state):
-        whole = _trace(module, state, run, None)
-    error = _difference(local.calls, whole.calls, state.options) or _output_difference(local, whole, state)
-    agree(group, {"check_wrapped": len(local.calls)}, error)
+    ring, whole = _both(module, state, run, _Trace(state), _Trace(state))
+    error = _difference(ring.calls, whole.calls, state.options) or _tensor_difference(ring, whole)
+    agree(group, {"check_wrapped": len(ring.calls)}, error)
+    if group is None:
+        return
+    dtypes = {x.dtype for call in ring.calls for x in call.tensors} or {torch.float32}
+    bound = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    losses = _Losses(loss, remedy, (1.0, 1 / group.size()))
+    losses.compare(gather(group, ring.loss), whole.loss, bound, group)
+    if whole.loss is None:
+        return
+    losses.name += " with random numbers in place of the logits,"
+    for draw in range(len(RANDOM_SIZES)):
+        traces = (_Trace(state, random_after=plain, draw=draw) for plain in (ring, whole))
+        ring_drawn, whole_drawn = _both(module, state, run, *traces)
+        found = gather(group, ring_drawn.loss)
+        if whole_drawn.loss is not None and math.isfinite(whole_drawn.loss):
+            losses.compare(found, whole_drawn.loss, min(bound, RANDOM_BOUND), group)
 
 
-class _Trace(NamedTuple):
-    """Attention calls of one run, and tensors that the module's forwards returned."""
+@dataclass
+class _Losses:
+    """Comparison of the losses of runs.
 
-    calls: list[AttentionCall]
-    outputs: list[Tensor]
-
-
-def _trace(module: nn.Module, state: WrappedState, run: Callable[[Group], Any], group: Group) -> _Trace:
-    """Return the trace of one run, which leaves the module unchanged."""
-    trace = _Trace([], [])
-
-    def note(module: nn.Module, args: Any, output: Any) -> None:
-        trace.outputs.extend(x for x in tree_leaves(output) if isinstance(x, Tensor))
-
-    with _restored(module), torch.no_grad(), _not_compiled():
-        module.eval()
-        state.trace = trace.calls
-        handle = module.register_forward_hook(note)
-        try:
-            run(group)
-        finally:
-            handle.remove()
-            state.trace = None
-    return trace
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Run compiled code eagerly.
-
-    Compiled attention over the whole sequence is an operator that wrapping rejects, and a graph for these few tokens
-    would make torch treat later lengths as dynamic.
+    Args:
+        name, remedy: words of the error.
+        shares: what the mean over the ranks may be, as a share of the loss of the whole sequence; 1 / cp_size is that
+            of a run that multiplies its loss by cp_size itself, which it does on the whole sequence as well.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+    name: str
+    remedy: str
+    shares: tuple[float, ...]
+
+    def compare(self, losses: list[float | None], whole: float | None, bound: float, group: Group) -> None:
+        """Raise ValueError on every rank for another loss; the shares that fit are those of later runs."""
+        found, error = [x for x in losses if x is not None], None
+        if whole is None or len(found) < len(losses):
+            return
+        mean = sum(found) / len(found)
+        fitting = [x for x in self.shares if mean == x * whole or abs(mean - x * whole) <= bound * abs(x * whole)]
+        if math.isnan(whole):
+            error = ValueError(f"{self.name} must be a number, got nan for the whole sequence; check labels and mask.")
+        elif not fitting:
+            error = ValueError(
+                f"{self.name} must be that of the whole sequence ({whole:.6g}), got {mean:.6g}; {self.remedy}."
+            )
+        agree(group, {}, error)
+        self.shares = tuple(fitting)
+
+
+@dataclass(eq=False)
+class _Trace:
+    """Observations of one run.
+
+    Args:
+        random_after: an earlier run of the same kind. After its last attention call, and from outermost modules, layers
+            return random numbers.
+        draw: index of the random numbers.
+        calls: attention calls.
+        tensors: this rank's shard of each tensor, by name, kind and number, in the order of the run.
+        lengths: (batch, seqlen) of the tokens that attention was given.
+        ring: the run on the ring, for the run on the whole sequence: its tensors are the ones to compare.
+        loss: what the run returned, if it is a number.
+    """
+
+    state: WrappedState
+    random_after: _Trace | None = None
+    draw: int = 0
+    calls: list[AttentionCall] = field(default_factory=list)
+    tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    ring: _Trace | None = None
+    loss: float | None = None
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_running: int = 0  # modules whose forward runs
+    num_random: int = 0
+
+    @property
+    def lengths(self) -> set[tuple[int, ...]]:
+        return {tuple(call.tensors[0].shape[:2]) for call in self.calls}
+
+    def note(self, name: str, kind: str, value: Any) -> None:
+        """Keep the tensors of a value that may have a sequence dim."""
+        for x in tree_leaves(value):
+            if not isinstance(x, Tensor) or x.dim() < 2 or not (x.is_floating_point() or kind == "labels"):
+                continue
+            key = name, kind, self.counts[name, kind]
+            self.counts[name, kind] += 1
+            shard = x if self.ring is None else self._shard(x, self.ring.tensors.get(key), kind)
+            if shard is not None:
+                self.tensors[key] = shard.detach().clone()  # the next layer may change it in place
+
+    def _shard(self, x: Tensor, got: Tensor | None, kind: str) -> Tensor | None:
+        """Return this rank's part of a tensor of the whole sequence; None if the ring's has no sequence dim."""
+        assert self.ring is not None
+        size = self.state.options.size_and_rank[0]
+        if got is None or [*x.shape] != [got.shape[0], got.shape[1] * size, *got.shape[2:]]:
+            return None
+        if kind == "inputs" and tuple(got.shape[:2]) not in self.ring.lengths:  # experts' capacity, say
+            return None
+        return self._cut(x, self.ring)
+
+    def _cut(self, x: Tensor, ring: _Trace) -> Tensor:
+        options = self.state.options
+        return shard_sequence(x, options.group, 1, options.layout, ring.calls[0].cu_seqlens if ring.calls else None)
+
+    def enter(self, name: str, args: Any, kwargs: Any) -> None:
+        """Note what a module is given."""
+        self.num_running += 1
+        if self.random_after is None:
+            self.note(name, "inputs", (args, kwargs))
+
+    def leave(self, name: str, output: Any) -> Any:
+        """Note what an outermost module returns, or return random numbers for it."""
+        self.num_running -= 1
+        before = self.random_after
+        if before is None:
+            if self.num_running == 0:
+                self.note(name, "outputs", output)
+            return output
+        if self.num_running == 0 or len(self.calls) >= len(before.calls):
+            return tree_map_only(Tensor, lambda x: self._random(x, before), output)
+        return output
+
+    def _random(self, x: Tensor, before: _Trace) -> Tensor:
+        """Return waves of random phases along the features, of a random phase and size for each position.
+
+        Sizes are from 1 to that of `RANDOM_SIZES`, so that the losses of tokens differ more than any rounding.
+        """
+        if not x.is_floating_point() or x.dim() < 2 or tuple(x.shape[:2]) not in before.lengths:
+            return x
+        generator = torch.Generator("cpu").manual_seed(self.num_random * len(RANDOM_SIZES) + self.draw)
+        self.num_random += 1
+        size = 1 if self.state.whole else self.state.options.size_and_rank[0]
+        features = torch.rand(x.shape[2:].numel(), generator=generator, device="cpu")
+        tokens = torch.rand(x.shape[0], x.shape[1] * size, 2, generator=generator, device="cpu")
+        if not self.state.whole:
+            tokens = self._cut(tokens, before)
+        features, tokens = (y.to(x.device) for y in (features, tokens))
+        phase, height = tokens[..., :1], RANDOM_SIZES[self.draw] ** tokens[..., 1:]
+        return (height * torch.sin(2 * math.pi * (phase + features))).view(x.shape).to(x.dtype)
+
+
+def _both(
+    module: nn.Module, state: WrappedState, run: Callable[[Group], Any], ring: _Trace, whole: _Trace
+) -> tuple[_Trace, _Trace]:
+    """Trace a run on the ring and one on the whole sequence."""
+    with not_compiled():
+        _trace(module, run, state.options.group, ring)
+    whole.ring = ring
+    with disable_ring(module):
+        _trace(module, run, None, whole)
+    return ring, whole
+
+
+def _trace(module: nn.Module, run: Callable[[Group], Any], group: Group, trace: _Trace) -> None:
+    """Trace one run, which leaves the module unchanged."""
+    state, handles = trace.state, []
+    for name, layer in module.named_modules():
+        enter, leave = _hooks(name or state.root, trace)
+        handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(layer.register_forward_hook(leave))
+    state.trace, state.watch = trace.calls, trace.note
+    try:
+        with _restored(module), torch.no_grad():
+            module.eval()
+            result = run(group)
+    finally:
+        state.trace = state.watch = None
+        for handle in handles:
+            handle.remove()
+    if isinstance(result, int | float) or (isinstance(result, Tensor) and result.numel() == 1):
+        trace.loss = float(result)
+    else:
+        trace.note("run", "outputs", result)
+
+
+def _hooks(name: str, trace: _Trace) -> tuple[Callable[..., None], Callable[..., Any]]:
+    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        trace.enter(name, args, kwargs)
+
+    def leave(layer: nn.Module, args: Any, output: Any) -> Any:
+        return trace.leave(name, output)
+
+    return enter, leave
 
 
 @contextmanager
@@ -120,27 +295,6 @@ def _restore(value: Any, before: Any) -> Any:
     return value
 
 
-@contextmanager
-def _whole_attention(module: nn.Module, state: WrappedState) -> Iterator[None]:
-    """Make every kind of layer attend within this process."""
-    group, state.whole = state.options.group, True
-    local = ModelRing(None, state.options.layout)
-    switched = [layer for layer in module.modules() if isinstance(getattr(layer, "_ringflash", None), ModelRing)]
-    bound = [layer for layer in module.modules() if isinstance(layer, RingAttention)]
-    for layer in switched:
-        layer._ringflash = local  # type: ignore[assignment]
-    for ring in bound:
-        ring.group = None
-    try:
-        yield
-    finally:
-        state.whole = False
-        for layer in switched:
-            layer._ringflash = state.options  # type: ignore[assignment]
-        for ring in bound:
-            ring.group = group
-
-
 def _difference(local: list[AttentionCall], whole: list[AttentionCall], options: ModelRing) -> ValueError | None:
     if len(local) != len(whole):
         return ValueError(
@@ -162,32 +316,37 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
     return None
 
 
-def _output_difference(local: _Trace, whole: _Trace, state: WrappedState) -> ValueError | None:
-    """Compare the outputs that have a sequence dim; a loss, say, may be that of the shard."""
-    if len(local.outputs) != len(whole.outputs):
-        return None
-    options, size = state.options, state.options.size_and_rank[0]
-    bounds = whole.calls[0].cu_seqlens if whole.calls else None
-    for got, full in zip(local.outputs, whole.outputs, strict=True):
-        shape = list(got.shape)
-        if got.dim() < 2 or not got.is_floating_point() or [shape[0], shape[1] * size, *shape[2:]] != list(full.shape):
+def _tensor_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
+    """Return the error for the first difference that no later tensor makes good.
+
+    A layer may be given tokens in another order, or have a neighbour's tokens added later. A tensor that is right shows
+    that, unless it is the same for all tokens, as the logits of a head of zeros are.
+    """
+    pending: ValueError | None = None
+    for key, got in ring.tensors.items():
+        if (want := whole.tensors.get(key)) is None:
             continue
-        difference = _differs(got, shard_sequence(full, options.group, 1, options.layout, bounds))
-        if difference is not None:
-            return ValueError(
-                f"{state.root} must return what it returns for the whole sequence, got {difference}; no layer after "
-                "the last attention may mix tokens, and every attention must call scaled_dot_product_attention."
-            )
-    return None
+        name, kind, _ = key
+        difference = _differs(got, want)
+        if difference is None:
+            if kind in ("inputs", "outputs", "logits") and (want != want[:, :1]).any():
+                pending = None
+        elif kind == "inputs":
+            pending = pending or ValueError(f"{name} must {_RULES[kind].format(difference)}")
+        else:
+            return pending or ValueError(f"{name} must {_RULES[kind].format(difference)}")
+    return pending
 
 
 def _differs(got: Tensor, want: Tensor) -> str | None:
-    """Describe the difference of two tensors, None if it is at most sqrt(eps) of the largest value.
+    """Describe the difference of two tensors, None if it is at most sqrt(eps) of the largest value; integers are fp64.
 
     Infinities and the dtype's least value, by which models mask logits, are no largest value: they would hide the rest.
     """
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
+    if not got.is_floating_point():
+        got, want = got.double(), want.double()
     size, finfo = want.abs(), torch.finfo(want.dtype)
     scale = size.where(size < finfo.max / 2, 0).max().clamp(min=finfo.tiny)
     worst = ((got - want).where(got != want, 0).abs().max() / scale).item()  # inf - inf would be NaN
@@ -199,5 +358,5 @@ def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | N
         return None
     return ValueError(
         f"{layer} must be given the {name} that it has in the whole sequence, got {text}; positions must be global "
-        "(ringflash.local_positions), and no other layer may mix tokens."
+        "(ringflash.local_positions, or SequenceSharding's self.positions(tokens)), and no other layer may mix tokens."
     )

@@ -63,7 +63,9 @@ class WrappedState:
         called: True once an attention call was intercepted.
         generated: a transformers model in the module generated tokens off the ring in the last forward.
         whole: attend within this process, as the module did before it was wrapped.
+        outside: True between the steps of a LightningModule, where tokens may be whole or a shard.
         trace: list to which calls are appended; None records none.
+        watch: function of a comparison that is given a name, a kind ("logits") and a tensor; None compares nothing.
         key: key in `_states`; a string, since torch.compile would treat a changing number as a dynamic one.
     """
 
@@ -72,14 +74,27 @@ class WrappedState:
     called: bool = False
     generated: bool = False
     whole: bool = False
+    outside: bool = False
     trace: list[AttentionCall] | None = None
+    watch: Callable[[str, str, Any], None] | None = None
     key: str = field(default_factory=map(str, count()).__next__, init=False)
 
     def __post_init__(self) -> None:
         _states[self.key] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrappedState:
-        return WrappedState(self.options, self.root)
+        return WrappedState(self.options, self.root, outside=self.outside)
+
+    def check_in_step(self, layer: nn.Module, _: Any = None) -> None:
+        """Raise RuntimeError on every rank for attention between the steps, unless off the ring; also a pre-hook."""
+        if self.outside and not self.whole and self.options.group is not None and not is_generating():
+            _raise_on_every_rank(
+                self.key,
+                f"{self.name_of(layer)} must be called in a step of the module (training_step, validation_step, ...), "
+                "got a call between steps, where its tokens may be whole or a shard; for whole sequences call it "
+                "inside `with ringflash.disable_ring(module):`, on all ranks alike.",
+                RuntimeError,
+            )
 
     def check_called(self) -> None:
         """Raise RuntimeError on every rank if no attention was intercepted; called at the end of a forward."""
@@ -104,7 +119,7 @@ class WrappedState:
 
     def name_of(self, layer: nn.Module) -> str:
         """Return the name of a layer; for rare use, since torch.compile recompiles for each name that it reads."""
-        return str(layer._ringflash_name) or self.root
+        return str(getattr(layer, "_ringflash_name", type(layer).__name__)) or self.root
 
 
 _states: WeakValueDictionary[str, WrappedState] = WeakValueDictionary()
@@ -137,6 +152,7 @@ class Interception(TorchFunctionMode):
             return (_replace_uncompiled if inner_compile else _replace)(self._attend, *args, **kwargs)
         if kind == "ring":
             with torch._C.DisableTorchFunction(), self._naming():
+                self.state.check_in_step(self.layer)
                 self.state.record(self.layer, *args[:3], causal=args[5], scale=args[6], cu_seqlens=args[3])
                 return func(*args, **kwargs)
         if kind is not None and kind in _DRAWS:
@@ -159,6 +175,7 @@ class Interception(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Compute torch.nn.functional.scaled_dot_product_attention over the whole sequence."""
+        self.state.check_in_step(self.layer)
         self._check(query, key, value, attn_mask, dropout_p, enable_gqa)
         query, key, value = (autocast(x) for x in (query, key, value))
         q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))

@@ -9,9 +9,12 @@ scaled_dot_product_attention. transformers models get attn_implementation="ringf
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ringflash import huggingface
@@ -19,12 +22,16 @@ from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
+from ringflash.training.buffers import ChangedBuffers
+from ringflash.training.fsdp_units import align_during_forward
+from ringflash.training.gradients import FilledGradients
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
 
 # Methods that run inside the interception. Lightning calls the steps of a LightningModule without its forward.
-ENTRIES = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+ENTRIES = ("forward", *STEPS)
 
 _NORMS: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # not SyncBatchNorm, which sees all ranks
@@ -74,6 +81,9 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
+    module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
+    module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
+    module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_calls, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -96,6 +106,73 @@ def wrapped_state(module: nn.Module) -> WrappedState:
     return state
 
 
+@contextmanager
+def disable_ring(module: nn.Module) -> Iterator[None]:
+    """Attend within this process, as the module did before wrapping: to a prompt, say, of which no rank has a shard.
+
+    Each rank then gives the module whole sequences and their positions, counted from 0. Compiled layers run eagerly.
+    Parameters that FSDP2 or ZeRO-3 shards are gathered in every forward, so that all ranks must make the same calls.
+
+    Args:
+        module: from `wrap_attention`, or a LightningModule with `SequenceSharding`.
+    Raises:
+        ValueError: a module that was not wrapped, or a part of one.
+    """
+    state = wrapped_state(module)
+    if not module._ringflash_is_root:
+        raise ValueError(
+            f"module must be the one that was wrapped, {state.root}, got its {state.name_of(module)}; pass the root."
+        )
+    changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
+    local = ModelRing(None, "contiguous")  # of any length
+    for layer in module.modules():
+        if isinstance(getattr(layer, "_ringflash", None), ModelRing):
+            changes += [(layer, "_ringflash", local), (layer._ringflash_inputs, "options", local)]
+        elif isinstance(layer, RingAttention):
+            changes.append((layer, "options", layer.options._replace(group=None, layout="contiguous")))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        with not_compiled():
+            yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Run compiled code eagerly.
+
+    Compiled attention over the whole sequence is an operator that wrapping rejects, and a graph for these few tokens
+    would make torch treat later lengths as dynamic.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def refuse_between_steps(module: nn.Module) -> None:
+    """Refuse attention of a wrapped LightningModule outside its steps and `in_step`."""
+    state = wrapped_state(module)
+    state.outside = True
+    for layer in module.modules():
+        if isinstance(layer, RingAttention) or hasattr(layer, "set_attn_implementation"):  # may be called on their own
+            layer.register_forward_pre_hook(state.check_in_step)
+
+
+@contextmanager
+def in_step(module: nn.Module | None) -> Iterator[None]:
+    """Run a part of a step, such as its backward, in which checkpointed layers attend again."""
+    state = getattr(module, "_ringflash_calls", None)
+    before = state is not None and state.outside
+    try:
+        if before:
+            state.outside = False  # type: ignore[union-attr]
+        yield
+    finally:
+        if before:
+            state.outside = True  # type: ignore[union-attr]
+
+
 def check_norms(module: nn.Module) -> None:
     """Check that no layer normalises tokens by statistics of the rank's own tokens.
 
@@ -114,13 +191,14 @@ def _refuse(name: str, layer: nn.Module, refused: dict[type[nn.Module], str]) ->
 
 def _check(name: str, layer: nn.Module, layout: str) -> None:
     _refuse(name, layer, _REFUSED)
+    if hasattr(layer, "_orig_mod"):
+        raise NotImplementedError(
+            f"{name} must not be compiled yet, got a module of torch.compile; compile it after wrapping, or its layers "
+            "in place by layer.compile()."
+        )
     if "forward" in vars(layer):
         raise NotImplementedError(
             f"{name}.forward must be that of its class, got one set on the object; wrap before that is set."
-        )
-    if hasattr(layer, "_orig_mod"):
-        raise NotImplementedError(
-            f"{name} must not be compiled yet, got {type(layer).__name__}; compile after wrapping."
         )
     if hasattr(layer, "_ringflash_calls"):
         raise ValueError(f"{name} must not be wrapped twice, got a wrapped {type(layer).__name__}; wrap the root once.")
@@ -166,18 +244,32 @@ def _may_call_attention(layer: nn.Module) -> bool:
 @functools.cache
 def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose entry methods run inside an interception. FSDP2 changes a module's class the same way."""
-    entries = {name: _intercepted(getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
+    entries = {name: _intercepted(name, getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
     return type(cls.__name__, (cls,), {**entries, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _intercepted(method: Callable[..., Any]) -> Callable[..., Any]:
+def _is_training(module: nn.Module) -> bool:
+    """Return True in an eager forward that will have a backward."""
+    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_calls
-        with Interception(state, self):
+        compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
+        if compared:
+            if not self._ringflash_aligned:
+                self._ringflash_aligned = True
+                align_during_forward(self)
+            self._ringflash_buffers.begin(self)
+        with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
+        if compared:
+            self._ringflash_buffers.end(self, state.options.group)
+            self._ringflash_gradients.begin(self, state.options.group, result)
         return result
 
     return entry

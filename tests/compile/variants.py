@@ -181,14 +181,16 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     for mask in ("band", "bounds"):
         recorder.variant = f"hd{head_dim} {products} {mask}"
         row_max = lse if products == "fp8" else None
-        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products, row_max=row_max)
+        run = fp8_backward.Fp8Backward(
+            q, q, q, lse, num_kv_heads=k.shape[2], softmax_scale=1.0, products=products, row_max=row_max
+        )
         dk, dv = (torch.empty(k.shape) for _ in range(2))
         run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
     for dtype in (torch.bfloat16, torch.float32) if products == "fp8_scores" else ():
         recorder.variant = f"hd{head_dim} {products} band overwritten {str(dtype)[6:]}"
         dk, dv = (torch.empty(q.shape, dtype=dtype) for _ in range(2))
-        run = fp8_backward.Fp8Backward(q, q, q, lse, softmax_scale=1.0, products=products)
+        run = fp8_backward.Fp8Backward(q, q, q, lse, num_kv_heads=q.shape[2], softmax_scale=1.0, products=products)
         run.add(q, q, _MASKS["band"], dk, dv, accumulate=False)  # each KV head has one query head
 
 

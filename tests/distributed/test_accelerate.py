@@ -243,6 +243,8 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
     attempt("router logits", model, **good, output_router_logits=True)
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
+    short = ids[:, : 24 - 2 * (ctx.rank == 1)]
+    attempt("other length on a rank", model, input_ids=short, labels=short)
     attempt("objects", accelerator.gather_for_metrics, input_data=["text"])
     attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
     accelerator.dataloader_config.dispatch_batches = True
@@ -256,6 +258,16 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     )
     predict = transformers.Trainer(accelerator.unwrap_model(model), arguments, trainer.right_padded).predict
     attempt("logits", predict, test_dataset=trainer.sequences(4))
+
+    class TimesProcesses(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+            loss = model(**inputs, num_items_in_batch=num_items_in_batch).loss
+            loss *= self.accelerator.num_processes  # in place, as ms-swift does
+            return loss
+
+    arguments.gradient_accumulation_steps, other = 2, trainer.build(ctx, "llama", {"cp_size": 4})[0]
+    train = TimesProcesses(other, arguments, trainer.right_padded, train_dataset=trainer.sequences(16)).train
+    attempt("loss times processes", train)
     loss = model(**good).loss
     log_probs = ringflash.log_probs(model, ids, group=accelerator.torch_device_mesh["cp"])
     torch.testing.assert_close(loss, -log_probs.mean() * ids.shape[1] / (ids.shape[1] - 1), rtol=1e-12, atol=0)
@@ -279,10 +291,12 @@ REFUSED = {
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
+    "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
     "rebalanced batches": "NotImplementedError: train_sampling_strategy must not be 'batch_rebalance'",
+    "loss times processes": "ValueError: the loss must be multiplied by the number of rings, 1, .*processes, 4, with",
     "logits": "NotImplementedError: compute_metrics and predict must be left out",
 }  # fmt: skip
 

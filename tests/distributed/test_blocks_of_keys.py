@@ -1,7 +1,7 @@
 """Calls whose keys are gathered a block at a time, over shared memory and over messages, against dense attention.
 
-2 to 4 CPU processes, fp64, with memories whose lanes dawdle (tests/helpers/peer_memory.py). Controls leave out one wait
-each and must be noticed.
+2 to 4 CPU processes, fp64, with memories whose lanes dawdle (tests/helpers/peer_memory.py).
+tests/unit/test_happens_before.py leaves out each wait in turn.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
-from ringflash.attention import gathered_buffers, schedule, sections
+from ringflash.attention import schedule, sections
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Sections
-from ringflash.comm import call_numbers
-from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Marker
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
-from tests.helpers.left_out import LANES, NOTICED, PULL, slow_lanes, too_early, verdict
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool
 
@@ -73,45 +68,3 @@ def check(ctx: Context, memory: Memory, first: int) -> None:
 @pytest.mark.parametrize(("memory", "size"), [(messages_by_heads, 4), (messages_by_heads, 3), (copy_engine, 4)])
 def test_equals_dense(pool: Pool, memory: Memory, size: int) -> None:
     pool.run(check, memory, size % 2, size=size)
-
-
-def unawaited(self: gathered_buffers.GatheredKV, index: int, start: Marker, computed: list[Marker]) -> Marker:
-    """No kernel waits for its K/V."""
-    _PULL(self, index, start, computed)
-    return start
-
-
-_PULL = gathered_buffers.GatheredKV.pull
-
-
-def one_sum(name: str, *args: Any) -> torch.Tensor:
-    """Two sections side by side add up the gradients of their keys in the same memory."""
-    return buffer("dkv.sum.0" if name.startswith("dkv.sum") else name, *args)
-
-
-_KEYS, _RETURN = ("even", "odd"), "ringflash.attention.gradient_return"
-PLANTS: dict[str, dict[str, Any]] = {
-    "nothing": {LANES: slow_lanes(*_KEYS)},
-    "nothing of returns": {LANES: slow_lanes("end")},
-    "buffer of keys in use": {PULL: too_early, LANES: slow_lanes(*_KEYS)},
-    "arrival of keys": {PULL: unawaited},
-    "buffer of gradients in use": {f"{_RETURN}.GradientReturn.freed": lambda *_: [], LANES: slow_lanes("end")},
-    "sums of each section": {f"{_RETURN}.buffer": one_sum},
-}
-
-
-def blocks_verdict(ctx: Context, plant: str) -> str:
-    case = Case(causal=False, num_heads=8, num_kv_heads=8)
-    with copy_engine(), in_blocks(1):
-        found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 3, PLANTS[plant])
-    call_numbers._of_groups.pop(ctx.group, None)  # ranks outside of the group keep those of larger ones
-    return found
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
-    verdicts = pool.run(blocks_verdict, plant, size=3)
-    if plant.startswith("nothing"):
-        assert verdicts == ["passed"] * 3
-    else:
-        assert any(NOTICED in text for text in verdicts), verdicts

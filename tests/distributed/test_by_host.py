@@ -2,13 +2,12 @@
 
 Hosts are pretended: a mesh names them, or `this_host` is patched. Heads are exchanged by messages over gloo, and over
 shared memory and slow threads, as the copy engine does. Cases follow the splits; the ring between hosts has its own
-tests in every case. Controls leave out one wait each and must be noticed.
+tests in every case. tests/unit/test_happens_before.py leaves out each wait in turn.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
-from ringflash.comm import call_numbers
 from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
@@ -31,8 +29,7 @@ from ringflash.sequence import layout as layouts
 from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, narrow_cases
-from tests.helpers.left_out import BARRIER, LANES, NOTICED, late, verdict
-from tests.helpers.peer_memory import DELAY_S, Later, SharedMemory, heads_in_shared_memory
+from tests.helpers.peer_memory import SharedMemory, heads_in_shared_memory
 from tests.helpers.pool import Context, Pool, WorkerError, on_ranks
 
 CASES = [
@@ -185,73 +182,6 @@ _PIECES = AllToAll._pieces
 @pytest.mark.parametrize("name", ["_pieces", "_sum_shared"])
 def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
     assert min(pool.run(without, name)) > 1
-
-
-def slow_fill(self: AllToAll, *tensors: torch.Tensor) -> None:
-    """One rank of a host writes its tensors late."""
-    time.sleep(5 * DELAY_S * self.late)  # type: ignore[attr-defined]
-    _FILL(self, *tensors)
-
-
-def made_late(self: AllToAll, memory: SharedMemory, *args: Any) -> None:
-    self.late = memory.rank == 0  # type: ignore[attr-defined]
-    _MADE(self, memory, *args)
-
-
-def unless(skipped: int) -> Callable[..., None]:
-    """Every second barrier waits for nobody."""
-
-    def barrier(self: SharedMemory, channel: int) -> None:
-        self.joined = getattr(self, "joined", 0) + 1  # type: ignore[attr-defined]
-        if self.joined % 2 != skipped:  # type: ignore[attr-defined]
-            _BARRIER(self, channel)
-
-    return barrier
-
-
-def late_copies(seconds: float) -> Callable[..., Later]:
-    """Delay what travels last on all ranks but the first of a host."""
-    return late(lambda memory, _: seconds if memory.rank else 0.0)
-
-
-_FILL, _MADE, _BARRIER = AllToAll.fill, AllToAll.__init__, SharedMemory.barrier
-_RESERVE, _VIEW, _MEMORY = SharedMemory.reserve, SharedMemory.view, "tests.helpers.peer_memory.SharedMemory"
-_ALL_TO_ALL = "ringflash.attention.head_exchange.AllToAll"
-_LATE = {f"{_ALL_TO_ALL}.fill": slow_fill, f"{_ALL_TO_ALL}.__init__": made_late}
-_ONE: dict[str, Any] = dict.fromkeys(("heads", "rows"), ("heads", 1 << 20))
-PLANTS: dict[str, dict[str, Any]] = {
-    "nothing": _LATE,
-    "nothing late": {LANES: late_copies(5 * DELAY_S)},
-    "barrier of heads": {BARRIER: unless(1), **_LATE},
-    "barrier of rows": {BARRIER: unless(0), **_LATE},
-    "arrival of queries": {
-        LANES: late_copies(5 * DELAY_S),
-        "ringflash.attention.ulysses.replace": lambda attention, **_: attention,
-    },
-    "second area": {
-        LANES: late_copies(50 * DELAY_S),
-        f"{_MEMORY}.reserve": lambda self, name, size: _RESERVE(self, *_ONE.get(name, (name, size))),
-        f"{_MEMORY}.view": lambda self, name, *rest: _VIEW(self, _ONE.get(name, [name])[0], *rest),
-    },
-}
-
-
-def heads_verdict(ctx: Context, plant: str) -> str:
-    ctx, case = on_hosts(ctx, 2), Case(num_heads=8, num_kv_heads=4, transport="by_host")
-    with heads_in_shared_memory():
-        found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 4, PLANTS[plant])
-    call_numbers._of_groups.clear()
-    return found
-
-
-@pytest.mark.parametrize("plant", PLANTS)
-def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
-    verdicts = pool.run(heads_verdict, plant)
-    if plant.startswith("nothing"):
-        assert verdicts == ["passed"] * 4
-    else:
-        wrong = (NOTICED, "must be finite exactly where the reference is")
-        assert any(text in verdict for text in wrong for verdict in verdicts), verdicts
 
 
 def bytes_between_hosts(ctx: Context, transport: str, case: Case) -> int:

@@ -7,7 +7,7 @@ emulated peer memory, and over messages by heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -239,6 +239,19 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
             call(0.1)
     theirs = "call 6 (forward) of another layer or with other arguments"
     assert f"call 6 (forward) on this rank and {theirs} on rank {1 - ctx.rank}, " in str(raised.value)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_words_of_a_failed_call(in_time: bool) -> None:
+    """A word that arrives later may be that of the next call of a peer that left this one alike."""
+    group, arrival, number = mock.Mock(), mock.Mock(**{"query.return_value": in_time}), call_numbers.CallNumber(1)
+    with suppress(MemoryError), agreement.tracked_call(group):
+        word = torch.tensor([call_numbers.CallNumber(2).word])
+        call_numbers.expect(group, arrival, number, word, [1])
+        raise MemoryError
+    arrival.query.return_value = True
+    with pytest.raises(RuntimeError, match="got call 1 .* and call 2 .* on rank 1") if in_time else nullcontext():
+        call_numbers.check(group, torch.device("cpu"))
 
 
 def left_before_the_first_message(ctx: Context) -> list[str]:

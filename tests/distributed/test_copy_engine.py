@@ -3,16 +3,14 @@
 2 to 4 CPU processes, fp64. Messages are gloo's, in the order that NCCL's stream gives them. Everything but the memory
 itself is the code that GPUs run; the copies, streams and barriers of CUDA are not tested here. Cases run many to a
 message, in one process after another length and another number of ranks, since that is what buffers have to survive.
-Controls leave out one thing each and must be noticed.
+tests/unit/test_happens_before.py leaves out each wait in turn.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,16 +21,12 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import schedule, sections
-from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, transport
-from ringflash.comm.transport import peer_memory
-from ringflash.comm.transport.buffers import buffer
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, narrow_cases, single_cases
-from tests.helpers.left_out import BARRIER, LANES, NOTICED, PULL, slow_lanes, too_early, verdict
-from tests.helpers.peer_memory import DELAY_S, Later, MessageThreads, SharedMemory, copy_engine, messages_by_heads
+from tests.helpers.peer_memory import Later, SharedMemory, copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, on_ranks
 
 MANY_HEADS = [Case(num_heads=8, num_kv_heads=8), Case(num_heads=12, num_kv_heads=6, batch=2, causal=False)]
@@ -43,9 +37,10 @@ LENGTHS = (6, 3, 9, 1, 5)  # tokens a chunk, in turn
 
 @contextmanager
 def taking_turns(turns: bool) -> Iterator[None]:
-    """Calls gather their keys in two buffers, a head at a time, as long ones do, or whole."""
+    """Calls publish in two parts and gather into two buffers, a head at a time, as long ones do, or whole."""
     whole = 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
-    with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), one_head_a_section():
+    parts = mock.patch.object(sections, "PUBLISHED_BYTES", 0 if turns else sections.PUBLISHED_BYTES)
+    with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), parts, one_head_a_section():
         yield
 
 
@@ -242,160 +237,16 @@ def test_sections_have_every_head_once() -> None:
 _sections_of = sections.choose_sections
 
 
-def without(*channels: int) -> Callable[..., None]:
-    """Barriers of these channels that wait for nobody."""
-    barrier = SharedMemory.barrier
-    return lambda self, channel: None if channel in channels else barrier(self, channel)
-
-
-def one_buffer(name: str, *args: Any) -> torch.Tensor:
-    """Every section's K/V arrive where the last one's are read."""
-    return _buffer("kv.0" if name.startswith("kv") else name, *args)
-
-
-def late_at_home(self: SharedMemory, channel: int) -> None:
-    """Nobody waits until all have collected their gradients, and one rank is slow to."""
-    if channel != peer_memory.FREE:
-        _barrier(self, channel)
-    if channel == peer_memory.READY and self.rank == 0:
-        time.sleep(5 * DELAY_S)
-
-
-def late_to_publish(self: GatheredKV, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
-    """One rank is slow to publish the sections after the first."""
-    if part == 1 and self.memory.rank == 0:
-        time.sleep(5 * DELAY_S)
-    _publish(self, k, v, impl, part)
-
-
-def no_wait_for_pulls(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Any:
-    """Nobody waits for K/V to arrive."""
-    token = _run_in_lane(self, lane, *args, **options)
-    return mock.Mock() if lane == "pull" else token
-
-
-_buffer, _run_in_lane, _barrier = buffer, SharedMemory.run_in_lane, SharedMemory.barrier
-_publish = GatheredKV._publish
-_COMPUTE = slow_lanes("even", "odd")
-_TURNS: dict[str, object] = {"ringflash.attention.sections.MAX_UNBUFFERED_KV_BYTES": 0}
-_STAGES: dict[str, object] = {"ringflash.attention.sections.choose_num_gradient_buffers": lambda *_: 3}
-_PARTS: dict[str, object] = {"ringflash.attention.sections.PUBLISHED_BYTES": 0}
-PLANTS: dict[str, dict[str, object]] = {
-    "nothing": {},
-    "nothing, by turns": _TURNS,
-    "nothing, of three stages": _STAGES,
-    "nothing, in parts": _PARTS,
-    "begin": {BARRIER: without(peer_memory.BEGIN)},
-    "published": {
-        BARRIER: without(peer_memory.PUBLISHED),
-        "ringflash.attention.gathered_buffers.GatheredKV._publish": late_to_publish,
-        **_PARTS,
-    },
-    "ready": {BARRIER: without(peer_memory.READY)},
-    "free": {BARRIER: late_at_home},
-    "free, of three stages": {BARRIER: late_at_home, **_STAGES},
-    "second buffer": {"ringflash.attention.gathered_buffers.buffer": one_buffer, LANES: _COMPUTE, **_TURNS},
-    "buffer in use": {PULL: too_early, LANES: _COMPUTE, **_TURNS},
-    "arrival": {LANES: no_wait_for_pulls},
-}
-
-
-@contextmanager
-def numbers_unchecked() -> Iterator[None]:
-    """The numbers of calls would notice some of what is left out, too."""
-    with mock.patch.object(call_numbers, "check", lambda *_: None):
-        yield
-    call_numbers._of_groups.clear()
-
-
-def engine_verdict(ctx: Context, plant: str) -> str:
-    case = Case(causal=False, num_heads=8, num_kv_heads=8)
-    with copy_engine(), one_head_a_section():
-        found = verdict(lambda number: ring_check.check(ctx, case, 6 - number % 2), 8, PLANTS[plant])
-    call_numbers._of_groups.clear()
-    return found
-
-
-@pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" not in name])
-def test_what_is_left_out_is_noticed(pool: Pool, plant: str) -> None:
-    verdicts = pool.run(engine_verdict, plant, size=4)
-    assert any(NOTICED in text for text in verdicts), verdicts
-
-
-def messages_verdict(ctx: Context, early: bool) -> str:
-    """Return errors of calls over messages whose keys arrive in a buffer that is still read, or when they should."""
-    found = "passed"
-    with messages_by_heads(), taking_turns(True), ExitStack() as patches:
-        if early:
-            patches.enter_context(mock.patch(PULL, too_early))
-        patches.enter_context(mock.patch(_RUN, slow_lanes_of_messages))
-        for number in range(4):
-            try:
-                ring_check.check(ctx, Case(causal=False, num_heads=8, num_kv_heads=8), 6 - number % 2)
-            except AssertionError as error:
-                found = str(error)
-    return found
-
-
-def slow_lanes_of_messages(self: MessageThreads, work: Callable[[], None], *args: Any) -> None:
-    if threading.current_thread().name.startswith(("even", "odd")):
-        time.sleep(5 * DELAY_S)
-    _run(self, work, *args)
-
-
-_run, _RUN = MessageThreads._run, "tests.helpers.peer_memory.MessageThreads._run"
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_messages_wait_for_their_buffers(pool: Pool, early: bool) -> None:
-    for text in pool.run(messages_verdict, early, size=2):
-        assert (NOTICED in text) if early else text == "passed"
-
-
-@pytest.mark.parametrize("plant", [name for name in PLANTS if "nothing" in name])
-def test_the_control_of_the_controls(pool: Pool, plant: str) -> None:
-    assert pool.run(engine_verdict, plant, size=4) == ["passed"] * 4
-
-
-def forwards_agree(ctx: Context, pulled: bool) -> bool:
-    """Return whether calls in a row, on other values each, give what each gave before; rank 0 pulls late."""
-    torch.manual_seed(ctx.rank)
-    q, *kv = (torch.randn(1, 8, 8, 16, dtype=torch.float64) for _ in range(9))
-    transport._open.clear()
-    with copy_engine(), one_head_a_section(), numbers_unchecked(), ExitStack() as patches:
-
-        def outputs() -> list[torch.Tensor]:
-            calls = zip(kv[::2], kv[1::2], strict=True)
-            return [ringflash.ring_attention(q, k, v, group=ctx.group, causal=False) for k, v in calls]
-
-        want = outputs()
-        if ctx.rank == 0:
-            patches.enter_context(mock.patch(LANES, slow_lanes("pull")))
-        if not pulled:
-            patches.enter_context(mock.patch(BARRIER, without(peer_memory.PULLED)))
-        got = outputs()
-    transport._open.clear()
-    return all(map(torch.equal, got, want))
-
-
-@pytest.mark.parametrize("pulled", [True, False])
-def test_the_next_call_waits_for_the_last_pull(pool: Pool, pulled: bool) -> None:
-    assert all(pool.run(forwards_agree, pulled, size=4)) == pulled
-
-
-def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
-    """On every rank alike a device has no memory left for a section's kernel.
-
-    Returns:
-        Whether no lane works on when the caller gets the error, and whether the next call begins as a mask's first.
-    """
-    issued: list[Later] = []
+@pytest.mark.parametrize("way", ["forward", "backward"])
+@on_ranks(2)
+def test_after_an_error_a_call_begins_as_the_first_of_its_mask(ctx: Context, way: str) -> None:
+    """On every rank alike a device has no memory left for the kernel of a section."""
+    run_in_lane, issued = SharedMemory.run_in_lane, itertools.count()
 
     def refused(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Later:
-        if lane == "even" and len(issued) > 4:
+        if next(issued) > 4 and lane == "even":
             raise MemoryError("no memory left")
-        issued.append(_LATE(self, lane, *args, **options))
-        return issued[-1]
+        return run_in_lane(self, lane, *args, **options)
 
     transport._open.clear()
     schedule.plan_gather.cache_clear()
@@ -403,22 +254,12 @@ def an_error_on_the_way(ctx: Context, way: str) -> tuple[bool, bool]:
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
         out = attend() if way == "backward" else None
-        with mock.patch(LANES, refused), pytest.raises(MemoryError):
+        with mock.patch.object(SharedMemory, "run_in_lane", refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
-        over = all(token.query() for token in issued)
         mask = schedule.plan_gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
-        first = not any(way in key for key in mask._cache if isinstance(key, tuple))
+        assert not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
     transport._open.clear()
-    return over, first
-
-
-_LATE = slow_lanes("even", "odd", "end")
-
-
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_an_error_on_the_way_leaves_nothing_under_way(pool: Pool, way: str) -> None:
-    assert pool.run(an_error_on_the_way, way, size=2) == [(True, True)] * 2
 
 
 def explanation(ctx: Context) -> tuple[str, int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.examples import example
-from tests.recipes.launching import run_ranks
+from tests.recipes.launching import ROOT, run_ranks
 
 # A gloo thread that outlives its group aborts the process now and then; see docs/huggingface.md.
 END = "dist.destroy_process_group()\n"
@@ -58,6 +58,12 @@ def test_results_are_those_of_one_process(document: str, start: str, printed: st
     code = example(f"docs/{document}.md", start)
     shown = run(code, tmp_path)
     assert shown.count(printed) == times and shown == run(code, tmp_path, 1)
+
+
+def test_minimal_ring_equals_dense(tmp_path: Path) -> None:
+    """It asserts errors below 1e-12, on four ranks."""
+    printed = run((ROOT / "examples" / "minimal_ring.py").read_text(), tmp_path, 4)
+    assert printed.count("differs from dense attention by at most") == 16, printed
 
 
 def test_nothing_keeps_the_group_of_a_transformers_model(tmp_path: Path) -> None:

@@ -187,6 +187,15 @@ def test_shards_without_a_layout_are_refused_by_name(name: str) -> None:
         getattr(names, name)(torch.ones(1))
 
 
+@pytest.mark.parametrize(
+    "name", ["AllGatherComm", "get_default_args", "check_params", "create_ring_flash_attention_forward"]
+)
+def test_names_that_are_only_imported_are_refused_when_called(name: str) -> None:
+    """prime-rl and axolotl import them with those that they call."""
+    with pytest.raises(NotImplementedError, match=f"^{name} must only be imported, got a call"):
+        getattr(names, name)(process_group=None)
+
+
 def test_a_missing_group_and_a_length_that_does_not_divide_are_refused() -> None:
     x = torch.ones(16, 2, 8)
     with pytest.raises(RuntimeError, match="group must be a process group, or None for the default one"):
@@ -204,6 +213,7 @@ def test_the_package_s_name_leads_here(ctx: Context) -> None:
     try:
         from ring_flash_attn import ring_flash_attn_func, stripe_flash_attn_func  # type: ignore[import-not-found]
         from ring_flash_attn.adapters.hf_adapter import DATA_PARAMS, use_ring_attn  # type: ignore[import-not-found]
+        from ring_flash_attn.utils import AllGatherComm, get_default_args  # type: ignore[import-not-found]
         from ring_flash_attn.zigzag_ring_flash_attn import zigzag_ring_flash_attn_func  # type: ignore[import-not-found]
         import ring_flash_attn.adapters.hf_adapter as adapter  # type: ignore[import-not-found]  # isort: skip
     finally:
@@ -212,6 +222,7 @@ def test_the_package_s_name_leads_here(ctx: Context) -> None:
                 del sys.modules[name]
     assert (DATA_PARAMS, use_ring_attn) == (names.DATA_PARAMS, names.use_ring_attn) and adapter is names
     assert zigzag_ring_flash_attn_func is names.zigzag_ring_flash_attn_func and callable(stripe_flash_attn_func)
+    assert callable(AllGatherComm) and callable(get_default_args) and callable(adapter.check_params)
     whole = problem(2, 1)
     out = ring_flash_attn_func(*(part(whole[x], ctx, False) for x in "qkv"))
     assert_close({"out": out}, {"out": part(dense.attention(**whole, causal=False)["out"], ctx, False)})

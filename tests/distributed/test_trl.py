@@ -22,12 +22,16 @@ pytest.importorskip("trl")
 UPDATES = 2 * 0.5 * 0.05  # steps, learning rate, norm
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo fsdp", "dpo precompute", "grpo"])
 def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp_path: Path) -> None:
-    """Two clipped steps, a ring of four ranks; SFT is evaluated, and GRPO generates for two batches a step."""
+    """Two clipped steps, a ring of four ranks; SFT is evaluated, and GRPO generates for two batches a step.
+
+    Reference models are on the ring, too.
+    """
     (one,) = alone.run(trainer.train_with_trl, f"{tmp_path}/one", kind)
     for ring in pool.run(trainer.train_with_trl, f"{tmp_path}/ring", kind):
         assert len(ring["logged"]) >= 2
+        assert "dpo" not in kind or ring["attention"] == {"ringflash"}
         for got, want in zip(ring["logged"], one["logged"], strict=True):
             assert got == pytest.approx(want, rel=1e-6, abs=1e-7)
         for name, want in one["parameters"].items():

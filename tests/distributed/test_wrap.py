@@ -5,6 +5,8 @@ gloo, 2 and 4 CPU processes, fp64. The unwrapped module runs torch's own attenti
 
 from __future__ import annotations
 
+import copy
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash.wrap.wrapper import in_step, refuse_between_steps
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, Pool, on_ranks
 
@@ -116,6 +121,103 @@ def _adapt(model: nn.Module) -> None:
     config = peft.LoraConfig(target_modules=["q", "kv"], init_lora_weights=False)
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     model.double()
+
+
+class Around(nn.Module):
+    """Computes the loss in a forward, as FSDP2 wants."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(*inputs).square().sum()
+
+
+@pytest.mark.parametrize("sharded", ["nothing", "nothing, by parameter", "model", "around it", "told"])
+@on_ranks(2, 4)
+def test_parameters_that_some_ranks_use(ctx: Context, sharded: str) -> None:
+    """Half of the ranks need one expert, the others another; over two backwards, without and with FSDP2."""
+    ring, whole = (Around(own.build(own.Model, is_causal=True)) for _ in range(2))
+    for around in (ring, whole):
+        around.model.blocks = nn.ModuleList([own.build(own.Choosing)])
+    ringflash.wrap_attention(ring.model, ctx.group)
+    length = 4 * own.LENGTH
+    tokens = torch.randint(0, own.VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    positions = ringflash.local_positions(length, ctx.size, ctx.rank)
+    if not sharded.startswith("nothing"):
+        mesh = DeviceMesh.from_group(ctx.group, "cpu")
+        fully_shard(ring.model.blocks[0], mesh=mesh)
+        fully_shard(ring.model if sharded == "model" else ring, mesh=mesh)
+    if sharded == "told":
+        ringflash.align_units(ring, ctx.group)
+    for row in tokens[:, None]:
+        ring(ringflash.shard_sequence(row, ctx.group), positions).backward()
+        whole(row, torch.arange(length)).backward()
+    if sharded == "nothing":
+        ringflash.average_gradients(ring.parameters(), ctx.group)
+    if sharded == "nothing, by parameter":  # the loop that many programs have
+        for p in ring.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad, group=ctx.group)
+                p.grad /= ctx.size
+    for (name, p), q in zip(ring.named_parameters(), whole.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == ("experts.2" in name), name
+        if q.grad is not None:
+            assert_close(ctx.size * (p.grad if sharded.startswith("nothing") else p.grad.full_tensor()), q.grad)
+
+
+def count_tokens(layer: nn.Module, group: Any) -> nn.Module:
+    """Let a layer count its calls and, by a hook, the signs of its inputs, over the group if there is one."""
+    layer.register_buffer("calls", torch.zeros(()))
+    layer.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+    layer.register_buffer("own", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    def count(layer: Any, args: Any) -> None:
+        layer.own = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()])
+        counts = layer.own.clone()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+        layer.counts += counts
+        layer.calls += 1
+
+    layer.register_forward_pre_hook(count)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["own", "transformers"])
+@on_ranks(2)
+def test_buffers_that_follow_the_shard(ctx: Context, kind: str) -> None:
+    """They are refused on every rank, in the forward that makes them differ; summed over the ring they pass."""
+    for group in (None, ctx.group):
+        if kind == "own":
+            model = own.build(own.Model, is_causal=True)
+            layer = count_tokens(model.blocks[1], group)
+            ringflash.wrap_attention(model, ctx.group)
+            shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+            run = partial(model, shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+        else:
+            pytest.importorskip("transformers")
+            from ringflash import huggingface
+            from tests.helpers import models
+
+            model = models.build(impl="sdpa").train()
+            layer = count_tokens(model.model.layers[0].mlp, group)
+            model.set_attn_implementation("ringflash")
+            huggingface.set_group(model, ctx.group)
+            batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
+            run = partial(huggingface.CausalLMWithLoss(model, ctx.group), **batch)
+        if group is None:
+            with pytest.raises(
+                ValueError, match="must be equal on all ranks .*, got different values of [a-z0-9.]*counts;"
+            ):
+                run()
+        else:
+            run()
+            run()
+        everywhere = layer.own.clone()
+        dist.all_reduce(everywhere, group=ctx.group)
+        assert group is None or torch.equal(layer.counts, 2 * everywhere)
 
 
 LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters": _adapt}
@@ -356,13 +458,151 @@ class LastByHand(own.Model):
         self.blocks[1].attn = HandWritten()
 
 
-OF_OUTPUTS = [(Shifted, MODELS["learned"]), (MaskedShifted, MODELS["learned"]), (LastByHand, {})]
+class Mixer(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.mix = MIXERS[how]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)
 
 
-@pytest.mark.parametrize("kind, options", OF_OUTPUTS)
+class Mixing(own.Model):
+    """Tokens are mixed in front of a head of zeros, whose logits are right."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(is_causal=True)
+        nn.init.zeros_(self.head.weight)
+        self.head = nn.Sequential(Mixer(how), self.head)
+
+
+MIXERS: dict[str, Any] = {
+    "shift": lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0)),
+    "convolution": lambda x: F.conv1d(x.mT, torch.ones(x.shape[2], 1, 3).double(), padding=1, groups=x.shape[2]).mT,
+    "cumsum": lambda x: x.cumsum(1),
+    "roll": lambda x: x.roll(1, 1),
+    "pooling": lambda x: x - x.mean(1, keepdim=True),
+    "norm": lambda x: F.normalize(x, dim=1),
+}
+RETURNS = "must return what it returns for the whole sequence, got a "
+GIVEN = "must be given what it is given in the whole sequence, got a "
+OF_OUTPUTS = [
+    (Shifted, MODELS["learned"], f"Shifted {RETURNS}"),
+    (MaskedShifted, MODELS["learned"], f"MaskedShifted {RETURNS}"),
+    (LastByHand, {}, f"blocks.1.attn.out {GIVEN}"),
+    *((Mixing, {"how": how}, f"head.1 {GIVEN}") for how in MIXERS),
+]
+
+
+@pytest.mark.parametrize("kind, options, message", OF_OUTPUTS)
 @on_ranks(2)
-def test_check_finds_what_follows_the_last_attention(ctx: Context, kind: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError, match=f"^{kind.__name__} must return what it returns for the whole sequence, got a "
-    ):
+def test_check_finds_what_follows_the_last_attention(
+    ctx: Context, kind: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         check(ctx, kind, options)
+
+
+class Reordered(own.Model):
+    """The MLP of a layer, which treats each token separately, is given them in another order: no error."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=True)
+        mlp = self.blocks[1].mlp
+        mlp.register_forward_pre_hook(lambda _, args: args[0].flip(1))
+        mlp.register_forward_hook(lambda _, args, output: output.flip(1))
+
+
+@on_ranks(2)
+def test_check_accepts_tokens_in_another_order(ctx: Context) -> None:
+    check(ctx, Reordered, {})
+
+
+def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+def per_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+
+
+LOSSES: dict[str, tuple[Any, bool]] = {  # of logits, labels, mask and group; True if the ring has the same
+    "mean": (lambda x, y, m, group: per_token(x, y).mean(), True),
+    "masked": (lambda x, y, m, group: (per_token(x, y) * m).sum() / summed(m.sum(), group), True),
+    "z": (lambda x, y, m, group: per_token(x, y).mean() + x.logsumexp(-1).square().mean(), True),
+    "own_mask": (lambda x, y, m, group: (per_token(x, y) * m).sum() / m.sum(), False),
+    "pooled": (lambda x, y, m, group: F.cross_entropy(x.mean(1), y[:, 0] * 0), False),
+    "shifted": (lambda x, y, m, group: per_token(x.roll(1, 1), y).mean(), False),
+    "preference": (lambda x, y, m, group: F.softplus((per_token(x, y) - math.log(own.VOCAB)).sum(1)).mean(), False),
+    "variance": (lambda x, y, m, group: per_token(x, y).mean() + x.var(1).mean(), False),
+    "nan": (lambda x, y, m, group: (per_token(x, y) * m * 0).sum() / (m * 0).sum(), False),
+    "nan_on_a_shard": (lambda x, y, m, group: (m[:, 9:] > 0).sum() * torch.nan if group else 0 * x.sum(), False),
+}
+
+
+class Same(own.Model):
+    """Newly initialised: its logits are 0, and every token has the same loss."""
+
+    def __init__(self) -> None:
+        super().__init__(is_causal=True)
+        nn.init.zeros_(self.head.weight)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@on_ranks(2)
+def test_check_compares_the_loss(ctx: Context, name: str) -> None:
+    """The model's loss is ln(vocabulary) on every shard."""
+    model = ringflash.wrap_attention(own.build(Same), ctx.group)
+    loss, right = LOSSES[name]
+    mask = (torch.arange(own.LENGTH) > own.LENGTH // 4).double().expand(2, -1)
+
+    def run(group: dist.ProcessGroup | None) -> torch.Tensor:
+        tokens, labels, m = (ringflash.shard_sequence(x, group) for x in (own.tokens(), own.tokens().flip(0), mask))
+        positions = ringflash.shard_sequence(torch.arange(own.LENGTH)[None], group)[0]
+        return loss(model(tokens, positions), labels, m, group) * (ctx.size if name == "masked" and group else 1)
+
+    if right:
+        ringflash.check_wrapped(model, run)
+        return
+    with pytest.raises(ValueError, match=r"^the loss of run, averaged over the ranks,.* must be (that of|a number)"):
+        ringflash.check_wrapped(model, run)
+
+
+@pytest.mark.parametrize("kind", [own.Model, own.Bound])
+@on_ranks(2)
+def test_attention_between_steps_is_refused(ctx: Context, kind: Any) -> None:
+    """On the ring, on every rank; also RingAttention that is called by itself, and in a copied module."""
+    model = ringflash.wrap_attention(own.build(kind), ctx.group)
+    refuse_between_steps(model)
+    q = torch.ones(1, 4, 2, 8)
+    args = (q, q, q) if kind is own.Bound else (own.tokens()[:, :8], torch.arange(8))
+    for each in (model, copy.deepcopy(model)):
+        call: Any = partial(each.ring if kind is own.Bound else each, *args)
+        with pytest.raises(RuntimeError, match="must be called in a step of the module .* got a call between steps"):
+            call()
+        with in_step(each):
+            call()
+        with ringflash.disable_ring(each):
+            call()
+
+
+@on_ranks(2)
+def test_disabled_ring_attends_to_whole_sequences(ctx: Context) -> None:
+    """Also one rank's own, also in a compiled layer and in RingAttention; then the ring is back."""
+    for kind, options in ((Compiled, MODELS["rotary"]), (own.Model, MODELS["bound"])):
+        ring, whole = own.build(kind, **options), own.build(own.Model, **options)
+        ringflash.wrap_attention(ring, ctx.group)
+        prompt, positions, length = own.tokens()[:, :8], torch.arange(8), 7 + ctx.rank
+        with torch.no_grad():
+            for _ in range(2):
+                with ringflash.disable_ring(ring), ringflash.disable_ring(ring):
+                    assert_close(ring(prompt[:, :length], positions[:length]), whole(prompt, positions)[:, :length])
+                shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+                got = ring(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+                want = whole(own.tokens(), torch.arange(own.LENGTH))
+                assert_close(got, ringflash.shard_sequence(want, ctx.group))
+        with pytest.raises(ValueError, match=r"must be the one that was wrapped, .*, got its blocks\.0; pass the root"):
+            with ringflash.disable_ring(ring.blocks[0]):
+                pass

@@ -33,7 +33,7 @@ def _gradients(
     q, k, v, dout = inputs(mask, shape)
     out, (lse, row_max) = torch.empty_like(q), torch.empty(2, shape.batch, shape.num_heads, mask.seqlen_q)
     fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
-    options: dict = dict(softmax_scale=shape.scale, products=products, row_max=row_max)
+    options: dict = dict(num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max)
     if with_dlse:
         options["dlse"] = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
     module = (emulator or Emulator()).load("fp8.backward")
@@ -122,7 +122,9 @@ def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place, products):
     fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
     module = Emulator().load("fp8.backward")
     module.quantise_kv = fp8_reference.quantise_kv
-    run = module.Fp8Backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
+    run = module.Fp8Backward(
+        dout, q, out, lse, num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max
+    )
     dk, dv = torch.zeros(2, *k.shape)
     run.add(k, v, mask, dk, dv)
     check_reach(mask, place[0], row, {"dq": run.finish(), "dk": dk, "dv": dv})
@@ -160,7 +162,9 @@ def test_hops_add_up(products):
     module = Emulator().load("fp8.backward")
     module.quantise_kv = fp8_reference.quantise_kv
     run, whole = (
-        backward(dout, q, out, lse, softmax_scale=shape.scale, products=products, row_max=row_max)
+        backward(
+            dout, q, out, lse, num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max
+        )
         for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)
     )
     dk, dv, whole_dk, whole_dv = torch.zeros(4, *k.shape)

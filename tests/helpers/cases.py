@@ -71,6 +71,20 @@ def mask_cases() -> list[Case]:
     ]
 
 
+def paired_mask_cases() -> list[Case]:
+    """Every pair of values of two of the four properties of a mask, in a quarter of all masks."""
+    return [
+        Case(
+            causal=(i + j) % 2 == 0,
+            window=window,
+            documents=documents,
+            layout=("zigzag", "contiguous")[(i + j // 2) % 2],
+        )
+        for i, window in enumerate(WINDOWS)
+        for j, documents in enumerate(DOCUMENTS)
+    ]
+
+
 def shape_cases() -> list[Case]:
     """MHA, GQA and MQA, head_dim 16 to 128, batch 1 and 3, under a causal mask and no packing."""
     return [

@@ -37,6 +37,7 @@ from tests.recipes.launching import ROOT
 GOOD_STEPS = 3
 RECURRENT = "recurrent"  # in place of a transport: states of a recurrence, over NCCL
 FOR_EVER_S = 3600.0
+LATE_S = 6.0  # longer than a process takes to end
 
 
 class Task(NamedTuple):
@@ -46,7 +47,7 @@ class Task(NamedTuple):
     size: int
     port: int
     transport: str
-    fault: str  # dies, raises, sleeps, or none
+    fault: str  # dies, raises, exits, sleeps, is late, or none
     device: str
     impl: str
     victim: int
@@ -159,7 +160,7 @@ def main(task: Task) -> None:
             patches.enter_context(mock.patch("ringflash.comm.watchdog.thread._PERIOD_S", 0.005))
         step = _Step(task, device)
         for _ in range(GOOD_STEPS):
-            step()
+            want = step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         print(f"rank {task.rank} has done {GOOD_STEPS} steps", flush=True)
@@ -167,9 +168,12 @@ def main(task: Task) -> None:
             step.with_graphs()
         elif task.fault != "none" and task.rank == task.victim:
             _plant(task, device)
-        step()
+        got = step()
+        if task.fault == "is late" and task.rank != task.victim:
+            return  # with calls in flight
         if device.type == "cuda":
             torch.cuda.synchronize()
+        assert torch.equal(got, want)
     print(f"rank {task.rank} has ended well", flush=True)
     if task.fault == "none":
         dist.barrier()  # rank 0 keeps the store
@@ -202,6 +206,10 @@ def _fail(task: Task) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if task.fault == "raises":
         raise ValueError("planted")
+    if task.fault == "exits":  # as a program does that has handled an error
+        sys.exit(3)
+    if task.fault == "is late":
+        return time.sleep(LATE_S)
     time.sleep(FOR_EVER_S)
 
 

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.forked import forked
+from tests.helpers.nan_memory import fill_new_memory
 
 START_SECONDS = 120  # to import torch in every worker on a busy machine
 GRACE_SECONDS = 10  # after one rank raised: the others either finish or are stuck on it
@@ -215,6 +216,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
 
 def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
     torch.set_num_threads(1)
+    fill_new_memory()
     gc.freeze()  # collections need not walk through what the imports have made
     if "torch._dynamo" in sys.modules:  # it would flush all caches of the CPU to time each graph's guards
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0

@@ -218,13 +218,29 @@ ANSWERS = ("hist ors t", "b", "one two three", "no")
 
 
 def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
-    """Train two steps with SFTTrainer, DPOTrainer or GRPOTrainer; return what it logged and the parameters."""
+    """Train two steps with SFTTrainer, DPOTrainer or GRPOTrainer; return what it logged and the parameters.
+
+    Args:
+        kind: "sft", "dpo" or "grpo"; "dpo fsdp", whose reference model TRL shards itself; "dpo precompute", which
+            computes the reference with the policy before that is prepared.
+    Returns:
+        attention: names of the implementations that ran without gradients, in reference models.
+    """
     import trl
+    from accelerate import DistributedType, PartialState
     from accelerate.utils import set_seed
     from datasets import Dataset
+    from transformers.models.llama.modeling_llama import LlamaAttention
 
     join(ctx)
     model, config = build(ctx, "llama", {"cp_size": ctx.size})
+    attention, forward = set(), LlamaAttention.forward
+
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            attention.add(self.config._attn_implementation)
+        return forward(self, *args, **options)
+
     options: dict[str, Any] = {
         "output_dir": folder, "parallelism_config": config, "max_steps": 2, "per_device_train_batch_size": 4,
         "optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "max_grad_norm": 0.05,
@@ -237,19 +253,29 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         data = Dataset.from_dict({"prompt": prompts * 4, "completion": chosen * 4})
         args = trl.SFTConfig(**options | {"packing": True, "max_length": 32, "per_device_train_batch_size": 2})
         trainer: Any = trl.SFTTrainer(args=args, train_dataset=data, eval_dataset=data, **common)
-    elif kind == "dpo":
+    elif kind.startswith("dpo"):
         data = Dataset.from_dict({"prompt": prompts, "chosen": chosen, "rejected": rejected})
-        args = trl.DPOConfig(**options)
-        trainer = trl.DPOTrainer(
-            args=args, ref_model=build(ctx, "llama", {"cp_size": ctx.size})[0], train_dataset=data, **common
-        )
+        if ctx.rank == 0:
+            data.save_to_disk(f"{folder}/data")
+        torch.distributed.barrier(ctx.group)
+        data = Dataset.load_from_disk(f"{folder}/data")  # TRL keeps what it computes in advance next to the data
+        if config and kind == "dpo fsdp":
+            wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+            options |= {"fsdp": True, "fsdp_config": wrapped}
+        args = trl.DPOConfig(**options, precompute_ref_log_probs=kind == "dpo precompute")
+        if args.fsdp:  # accelerate leaves it out on CPUs
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        reference = None if kind == "dpo precompute" else build(ctx, "llama", {"cp_size": ctx.size})[0]
+        with mock.patch.object(LlamaAttention, "forward", noted):
+            trainer = trl.DPOTrainer(args=args, ref_model=reference, train_dataset=data, **common)
     else:
         data = Dataset.from_dict({"prompt": prompts * 2})
         sizes = {"num_generations": 4, "max_completion_length": 6, "gradient_accumulation_steps": 2}
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
         trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
         set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
-    trainer.train()
+    with mock.patch.object(LlamaAttention, "forward", noted):
+        trainer.train()
     if kind == "sft":
         trainer.evaluate()
     names = (
@@ -266,8 +292,9 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
     if kind == "grpo":  # counts the tokens of every rank
         names = tuple(name for name in names if name != "num_tokens")
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history]
-    parameters = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return {"logged": [x for x in logged if x], "parameters": parameters}
+    whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in trainer.model.named_parameters()}
+    parameters = {name: p.detach().clone() for name, p in whole.items()}
+    return {"logged": [x for x in logged if x], "parameters": parameters, "attention": attention}
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:

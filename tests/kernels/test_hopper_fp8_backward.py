@@ -77,7 +77,7 @@ def test_sets_of_keys_add_up(products):
     k, v = (draw(1, 1000, 6, 128, seed=i)[:, :, 2:4] for i in (2, 3))
     out, lse, row_max = forward(q, k, v, mask)
     want = gradients("hopper_fp8", mask, q, k, v, dout, out, lse, row_max, products)
-    run = Fp8Backward(dout, q, out, lse, softmax_scale=128**-0.5, products=products, row_max=row_max)
+    run = Fp8Backward(dout, q, out, lse, num_kv_heads=2, softmax_scale=128**-0.5, products=products, row_max=row_max)
     dk, dv = torch.zeros(2, *k.shape, device="cuda")
     for start, stop in ((0, 256), (256, 512), (512, 1000)):
         hop = Mask.of(900, stop - start, [Region(0, 900, 0, stop - start, upper=100 - start)])
@@ -111,7 +111,7 @@ def test_a_million_equal_keys():
     out, lse, kept = forward(q, k, v, mask, impl="hopper_fp8")
     torch.testing.assert_close(lse, row_max + math.log(seqlen_k), rtol=0, atol=1e-3)
     assert ((kept >= row_max - 1e-4) & (kept <= row_max + 0.7)).all()
-    run = Fp8Backward(dout, q, out, lse, softmax_scale=scale, products="fp8", row_max=kept)
+    run = Fp8Backward(dout, q, out, lse, num_kv_heads=1, softmax_scale=scale, products="fp8", row_max=kept)
     dk, dv = torch.zeros(2, *k.shape, device="cuda")
     run.add(k, v, mask, dk, dv)
     exact = dout[0, :, 0].double()
@@ -162,7 +162,9 @@ def test_overwritten_gradients_are_those_that_are_added(mask, products):
     out, lse, row_max = forward(q, k, v, mask, impl="hopper_fp8")
     results = []
     for dtype in (None, torch.float32, torch.bfloat16):
-        run = Fp8Backward(dout, q, out, lse, softmax_scale=128**-0.5, products=products, row_max=row_max)
+        run = Fp8Backward(
+            dout, q, out, lse, num_kv_heads=4, softmax_scale=128**-0.5, products=products, row_max=row_max
+        )
         fill, dtype = (math.nan, dtype) if dtype else (0.0, None)
         dk, dv = (torch.full(x.shape, fill, dtype=dtype or torch.float32, device="cuda") for x in (k, v))
         run.add(k, v, mask, dk, dv, accumulate=dtype is None)

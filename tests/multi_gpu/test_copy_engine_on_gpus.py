@@ -1,4 +1,4 @@
-"""The transport "copy_engine" and CUDA graphs on GPUs of one host. Two GPUs or more.
+"""The transport "copy_engine" and CUDA graphs, ours and inductor's, on GPUs of one host. Two GPUs or more.
 
 The cases are every seventh of the distributed ones, with lengths that change from call to call, beside collectives of
 torch on the same GPUs. A graph of a forward and backward is captured once and replayed on other values.
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash.comm.transport import SymmetricMemory, open_transport
+from ringflash.comm.transport.exchanges import Exchanges
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
@@ -152,3 +154,130 @@ def test_graph_replays(pool: Pool, setup: Setup, way: str) -> None:
     if setup.backend != "nccl" or setup.impl != "hopper":
         pytest.skip("captures impl hopper on GPUs")
     assert pool.run(REPLAYS[way], way.partition(",")[0], setup.impl) == [[0.0] * 4] * setup.ranks
+
+
+def after_a_mapping_of_one_rank(ctx: Context, impl: str) -> bool:
+    """Reserve areas anew after rank 0 has mapped memory without the others; compare with the same call before."""
+    torch.manual_seed(ctx.rank)
+    q, k, v = (torch.randn(1, 512, n, 128, device=ctx.device, dtype=torch.bfloat16) for n in (4, 2, 2))
+
+    def call() -> torch.Tensor:
+        out = ringflash.ring_attention(q, k, v, group=ctx.group, transport="copy_engine", impl=impl)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    before, memory = call(), open_transport("copy_engine", ctx.group)
+    assert isinstance(memory, SymmetricMemory)
+    ringflash.release_buffers()
+    if ctx.rank == 0:
+        alone = Exchanges(lambda: memory._empty(16), ctx.device)
+        alone.catch_up(alone.count + 3)  # a mapping, and an exchange more
+    return torch.equal(call(), before)
+
+
+def test_areas_grow_after_other_groups_have_grown(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl":
+        pytest.skip("the copy engine needs GPUs")
+    assert all(pool.run(after_a_mapping_of_one_rank, setup.impl))
+
+
+def replay_after_backwards(ctx: Context, impl: str) -> float:
+    """Largest difference between a replayed forward and a call, after a longer evaluation and longer backwards."""
+
+    def inputs(rows: int, grad: bool = False) -> list[torch.Tensor]:
+        options = {"device": ctx.device, "dtype": torch.bfloat16, "requires_grad": grad}
+        return [torch.randn(1, rows, n, 128, **options) for n in (8, 4, 4)]
+
+    def forward(tensors: list[torch.Tensor]) -> torch.Tensor:
+        out = ringflash.ring_attention(*tensors, group=ctx.group, transport="copy_engine", impl=impl)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def train(rows: int) -> None:
+        tensors = inputs(rows, grad=True)
+        torch.autograd.grad(forward(tensors).sum(), tensors)
+        torch.cuda.synchronize()
+
+    ringflash.release_buffers()
+    train(1024)
+    static, side = inputs(8192), torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(side):
+        forward(static)
+        forward(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=side):
+        captured = forward(static)
+    graph.replay()
+    train(4096)
+    with torch.no_grad():
+        for x in static:
+            x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+        return (captured - forward(static)).abs().max().item()
+
+
+def test_a_captured_forward_replays_after_longer_backwards(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl" or setup.impl != "hopper":
+        pytest.skip("captures impl hopper on GPUs")
+    assert pool.run(replay_after_backwards, setup.impl) == [0.0] * setup.ranks
+
+
+def capture_beside_new_segments(ctx: Context, impl: str) -> str:
+    """Return the error of a capture over NCCL after a program has switched expandable segments on."""
+    q, k, v = (torch.zeros(1, 512, n, 128, device=ctx.device, dtype=torch.bfloat16) for n in (4, 2, 2))
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        with torch.cuda.stream(side):
+            ringflash.ring_attention(q, k, v, group=ctx.group, transport="nccl", impl=impl)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            ringflash.ring_attention(q, k, v, group=ctx.group, transport="nccl", impl=impl)
+        return ""
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+        torch.cuda.synchronize()
+        ringflash.release_buffers()
+        torch.cuda.empty_cache()
+
+
+def test_a_capture_over_nccl_sees_new_expandable_segments(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl" or setup.impl != "hopper":
+        pytest.skip("captures impl hopper on GPUs")
+    for error in pool.run(capture_beside_new_segments, setup.impl):
+        assert error.startswith("NCCL_GRAPH_REGISTER must be 0")
+
+
+def in_graphs_of_inductor(ctx: Context, impl: str) -> float:
+    """Largest relative difference of (out, dq, dk, dv) between `mode="reduce-overhead"` and eager calls."""
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = ringflash.ring_attention(
+            q * 1.5, k, v, group=ctx.group, transport="copy_engine", impl=impl, deterministic=True
+        )
+        assert isinstance(out, torch.Tensor)
+        return out * 2
+
+    fast, worst = torch.compile(layer, mode="reduce-overhead", dynamic=False), 0.0
+    for step in range(8):
+        rows = (512, 1024, 512, 1024, 4096, 512, 1024, 8192)[step]  # two of the graphs, longer eager calls between them
+        options = {"device": ctx.device, "dtype": torch.bfloat16, "requires_grad": True}
+        tensors = [torch.randn(1, rows, n, 128, **options) for n in (8, 4, 4)]
+        found = []
+        for call in (layer, fast if rows <= 1024 else layer):
+            torch.compiler.cudagraph_mark_step_begin()
+            out = call(*tensors)
+            grads = torch.autograd.grad(out, tensors, torch.ones_like(out))
+            found.append([x.float().clone() for x in (out.detach(), *grads)])
+        worst = max(worst, *(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*found, strict=True)))
+    return worst
+
+
+def test_inductor_leaves_attention_out_of_its_graphs(pool: Pool, setup: Setup) -> None:
+    if setup.backend != "nccl" or setup.impl != "hopper":
+        pytest.skip("compiles around impl hopper on GPUs")
+    assert max(pool.run(in_graphs_of_inductor, setup.impl, timeout_s=300)) < 2**-6

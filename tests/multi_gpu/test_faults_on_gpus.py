@@ -1,8 +1,9 @@
-"""A rank that dies, raises or sleeps ends the others with an error that names it. Two GPUs or more.
+"""A rank that dies, raises, exits or sleeps ends the others with an error that names it. Two GPUs or more.
 
 Over the copy engine and NCCL, there for keys and for states of recurrent layers. Ranks are processes of their own,
 since they end. All jobs run at once on the same GPUs: each of them mostly waits. Two have no fault, a watch that looks
-all the time, captured calls, and calls under way while something else is captured.
+all the time, captured calls, and calls under way while something else is captured. In two the other ranks end with
+calls in flight, which the last one has not begun.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ PLACES = {  # where a rank waits for one that has not begun; NCCL may keep a mes
     RECURRENT: f"for (states of a recurrent layer in forward call {CALL}"
     f"|gradients of states of a recurrent layer in backward call {CALL + 1})",
 }
-FAULTS = [(way, fault) for fault in ("raises", "dies", "sleeps") for way in ("nccl", "copy_engine")]
+FAULTS = [(way, fault) for fault in ("raises", "exits", "dies", "sleeps") for way in ("nccl", "copy_engine")]
 FAULTS += [(RECURRENT, "dies")]
 HEALTHY = [(way, "none") for way in PLACES if way != RECURRENT]
+LATE = [(way, "is late") for way in PLACES if way != RECURRENT]
 
 Ends = dict[tuple[str, str], tuple[list[int | None], list[str]]]
 
@@ -42,7 +44,7 @@ def ends(setup: Setup) -> Iterator[Ends]:
         (way, fault): Job(
             setup.ranks, transport=way, fault=fault, device="cuda", impl=setup.impl, timeout_s=TIMEOUT_S,
         )
-        for way, fault in FAULTS + HEALTHY
+        for way, fault in FAULTS + HEALTHY + LATE
     }  # fmt: skip
     try:
         found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
@@ -58,6 +60,7 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
     codes, texts = ends[way, fault]
     shown = f"{codes}\n" + "\n---\n".join(texts)
     assert all(code not in (0, None) for code in codes), shown
+    assert fault != "exits" or codes[1] == 3, shown  # it does not wait for the others until it is killed
     silent = (
         "does not answer: it has died" if fault != "sleeps" else f"has not begun call {CALL} (its last, backward call"
     )
@@ -83,3 +86,11 @@ def test_a_healthy_job_and_its_captures_are_left_alone(ends: Ends, way: str, fau
         assert "has ended well" in text
         for problem in ("made no progress", "lost its device", "the watchdog of ring attention has failed"):
             assert problem not in text
+
+
+@pytest.mark.parametrize("way, fault", LATE)
+def test_ranks_end_after_the_calls_of_a_late_one(ends: Ends, way: str, fault: str) -> None:
+    codes, texts = ends[way, fault]
+    assert codes == [0] * len(codes) and "rank 1 has ended well" in texts[1], "\n---\n".join(texts)
+    if way == "copy_engine":  # NCCL may keep the messages for the late rank
+        assert "the program has ended; waiting for its ring calls" in texts[0]

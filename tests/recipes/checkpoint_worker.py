@@ -21,12 +21,12 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from recipes.lightning.resume import SameCheckpoint, complete_checkpoints, is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy, StopOnSignal
-from ringflash.lightning.checkpoint_loading import check_fits
+from ringflash.lightning.checkpoint_loading import Folder, check_fits
 from ringflash.lightning.module import empty_model
 from tests.recipes.launching import make_parts
 from tests.recipes.strategy_worker import CONFIG
@@ -220,6 +220,35 @@ class Counter(lightning.Callback):
         return {"batches": self.batches}
 
 
+class Holds(lightning.Callback):
+    """Has any state."""
+
+    state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.state}
+
+
+def unequal_state(run: Run) -> None:
+    """State that ranks would lose is refused on every rank, in both formats and also if rank 0 has none of it."""
+    holds, rank = Holds(), dist.get_rank()
+    run.trainer.callbacks.append(holds)
+    weight = next(run.trainer.lightning_module.parameters()).detach()
+    path = run.out / "unequal.ckpt"
+    for state, problem in (
+        ({"average": torch.full((2,), rank)}, "callbacks.Holds.held.average must be the same on all ranks to be saved"),
+        ([weight], "callbacks.Holds.held.0 must be the same on all ranks to be saved"),
+        (rank, "got another value on rank 1; in state_dict gather shards"),
+        ([1] * rank, "callbacks.Holds.held.0 must be the same on all ranks to be saved"),
+        ([1] * (1 - rank), "no error"),
+        ({"average": weight.full_tensor()}, "no error"),
+    ):
+        holds.state = state
+        error = message(lambda: run.trainer.save_checkpoint(path))
+        assert problem in error and is_complete(path) == (problem == "no error"), error
+    run.trainer.callbacks.remove(holds)
+
+
 def early_signal(run: Run) -> None:
     """One rank had it, once Lightning's own handler was set: that one sends, and the ranks wait for one another.
 
@@ -239,7 +268,7 @@ def another_model(run: Run) -> None:
     """
     path, weights = run.out / "afterwards.ckpt", run.out / "weights.ckpt"
     run.trainer.save_checkpoint(weights, weights_only=True)
-    saved, only_weights = (FileSystemReader(x).read_metadata().state_dict_metadata for x in (path, weights))
+    saved, only_weights = Folder(path), Folder(weights)
     for name, value, problem in (
         ("num_hidden_layers", 2, "no error"),
         ("num_hidden_layers", 1, "input_layernorm.weight of shape (32,) in it and none here, and 8 more"),
@@ -247,25 +276,31 @@ def another_model(run: Run) -> None:
     ):
         module = CausalLM(CONFIG)
         module.model = empty_model({**CONFIG, name: value}, None, module.memory)
-        found = message(lambda module=module: check_fits(path, saved, module, run.trainer.optimizers))
+        found = message(lambda module=module: check_fits(saved, module, 1))
         assert problem in found, found
-    found = message(lambda: check_fits(weights, only_weights, None, run.trainer.optimizers))
+    found = message(lambda: check_fits(only_weights, None, 1))
     assert "must have the optimizer's state to be continued, got only parameters" in found, found
+    assert "must have the state of 2 optimizers, got 1" in message(lambda: check_fits(saved, None, 2))
 
 
 def other_options(run: Run) -> None:
     """A checkpoint's options are loaded into an optimizer that has one more, which it keeps, and no state yet.
 
-    A scheduler adds one to its optimizer: torch would not load a checkpoint from before.
+    A scheduler adds one to its optimizer: torch would not load a checkpoint from before. The state of a parameter that
+    is frozen by now is loaded, too. Before its first step an optimizer has none.
     """
     (optimizer,) = run.trainer.optimizers
+    frozen = optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    average = optimizer.state[frozen]["exp_avg"].to_local().clone()
     saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
     optimizer.state.clear()
     optimizer.zero_grad()
+    assert not run.trainer.strategy.optimizer_state(optimizer)["state"] and not optimizer.state
     options |= {"lr": 7.0, "added": 5.0}
     run.trainer.strategy.load_checkpoint(run.out / "afterwards.ckpt")
     options = optimizer.param_groups[0]
-    assert (options["lr"], options["added"]) == (saved, 5) and optimizer.state
+    assert (options["lr"], options["added"]) == (saved, 5)
+    assert torch.equal(optimizer.state[frozen.requires_grad_()]["exp_avg"].to_local(), average)
 
 
 class Started(lightning.Callback):
@@ -314,7 +349,7 @@ def hostile(run: Run) -> None:
 
 TESTS = (
     overlap, kept, another_model, damaged, other_options, synchronous, full_disk, folder_that_is_a_file,
-    error_while_writing, early_signal, twice, hostile,
+    error_while_writing, unequal_state, early_signal, twice, hostile,
 )  # fmt: skip
 
 

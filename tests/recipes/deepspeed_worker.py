@@ -22,13 +22,17 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import ringflash
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from recipes.lightning.text import PackedSequence, PackedText, TextData, is_held_out, text_files
 from ringflash import deepspeed, huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM
 from ringflash.lightning.module import build_model
+from ringflash.memory import Memory
 from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
+from ringflash.training.seeding import seeded
+from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (
     CONFIGS,
@@ -124,6 +128,50 @@ def equals_one_process(run: Run) -> None:
         assert found.keys() == {"gradient", "weight"} and max(found.values()) <= 1.0, (name, found)
 
 
+class WithLoss(nn.Module):
+    """A model with a list of experts, whose forward computes the loss, as DeepSpeed wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = own.Model(is_causal=True)
+        self.model.blocks = nn.ModuleList([own.Choosing()])
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens, positions).square().sum()
+
+
+def experts(run: Run) -> None:
+    """Each rank needs another expert: zeros at stages 0 and 1, an error on every rank at 2 and 3."""
+    group, length = run.mesh[CONTEXT_AXIS].get_group(), 4 * own.LENGTH
+    tokens = torch.randint(0, own.VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+    with seeded(0):
+        whole = WithLoss()
+    whole.double()(tokens, torch.arange(length)).backward()
+    for stage in range(4):
+        with seeded(0):
+            model = ringflash.wrap_attention(WithLoss(), group)
+        config = config_of(f"zero{stage}")
+        config["zero_optimization"].update(overlap_comm=stage > 1, stage3_param_persistence_threshold=0)
+        engine, *_ = deepspeed.initialize(
+            model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+
+        def step(engine: Any = engine) -> None:
+            positions = ringflash.local_positions(length, group.size(), group.rank())
+            engine.backward(engine(ringflash.shard_sequence(tokens, group), positions))
+
+        if stage < 2:
+            step()
+            for name, p in whole.named_parameters():
+                want = torch.zeros_like(p) if p.grad is None else p.grad
+                got = CP_SIZE * safe_get_full_grad(engine.module.get_parameter(name))
+                assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (stage, name)
+        else:
+            error = error_of(step)
+            named = "layer model.blocks.0.experts.0 (rank 0), " if stage == 3 else "no gradient of model.blocks.0.exp"
+            assert error.startswith(f"all ranks of the group must make the same call, got {named}"), error
+
+
 def loss_without_cp_size(run: Run) -> None:
     """The negative control: gradients too small by cp_size are far outside the budget."""
     assert spent(run, "zero1", 1 / CP_SIZE)["gradient"] > 1e3
@@ -138,7 +186,11 @@ class Recorder(lightning.Callback):
 
 
 def through_lightning(name: str, folder: str) -> tuple[Tensors, dict[str, float]]:
-    """Weights after a few clipped steps of AdamW, each of a few batches, and the last one's metrics."""
+    """Weights after a few clipped steps of AdamW, each of a few batches, and the last one's metrics.
+
+    Layers are checkpointed except for their attention, which changes no bit: stage 3 prefetches parameters for them in
+    some forwards, and gathers them in recomputations.
+    """
     recorder = Recorder()
     trainer = lightning.Trainer(
         strategy=DeepSpeedContextParallelStrategy(CP_SIZE, config=config_of(name)), gradient_clip_val=CLIPPING,
@@ -146,7 +198,8 @@ def through_lightning(name: str, folder: str) -> tuple[Tensors, dict[str, float]
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         use_distributed_sampler=False, callbacks=[recorder], accumulate_grad_batches=ACCUMULATED,
     )  # fmt: skip
-    trainer.fit(CausalLM(CONFIG), datamodule=TextData(SEQLEN, folder, ".txt", num_eval_sequences=4))
+    module = CausalLM(CONFIG, memory=Memory("attention_kept", offload_checkpoints=True))
+    trainer.fit(module, datamodule=TextData(SEQLEN, folder, ".txt", num_eval_sequences=4))
     return recorder.weights, recorder.metrics
 
 
@@ -195,6 +248,26 @@ def default_clipping(run: Run) -> None:
     assert engine.gradient_clipping() == 0.0
 
 
+def two_backwards(run: Run) -> None:
+    """A second backward in a step is refused at stages 1 and 2, by both ways, and then in the next step is not."""
+    for name in ("zero1", "zero2"):
+        model = nn.Linear(2, 2)
+        config = {**config_of(name), "gradient_accumulation_steps": 2}
+        engine, *_ = deepspeed.initialize(
+            model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        )
+        ways = (engine.backward, lambda loss: loss.backward())
+        for way in ways:
+            for _ in range(2):  # the first batch of the step
+                way(engine(torch.ones(1, 2)).sum())
+            engine.step()
+            way(engine(torch.ones(1, 2)).sum())
+            for other in ways:
+                error = error_of(other, engine(torch.ones(1, 2)).sum())
+                assert error.startswith("the last batch of a step must have one backward at ZeRO stages 1 and 2"), error
+            engine.step()
+
+
 def wrong_calls(run: Run) -> None:
     """Refused on every rank, also if ranks differ, or one rank alone is wrong."""
     model, config = nn.Linear(2, 2), config_of("zero1")
@@ -220,7 +293,7 @@ def wrong_calls(run: Run) -> None:
 
 ALWAYS = (equals_one_process, lightning_equals_plain)
 TESTS = {  # by the number of ranks
-    2: (default_clipping, *ALWAYS, steps, checkpoints, other_stages),
+    2: (default_clipping, two_backwards, experts, *ALWAYS, steps, checkpoints, other_stages),
     4: (wrong_calls, *ALWAYS, loss_without_cp_size, scheduled_rates, unequal_batches),
 }
 

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.helpers.forked import forked
+from tests.helpers.nan_memory import fill_new_memory
 
 ROOT = Path(__file__).parents[2]
 PARTS = {
@@ -200,6 +201,7 @@ def train(recipe: str | Path, *arguments: str | Path, num_ranks: int, **environm
 
 def _be_rank(output: Path, argv: list[str], environment: dict[str, str]) -> None:
     """One rank, in the forked process: `python` of a script or `python -m` of a module."""
+    fill_new_memory()
     gc.freeze()  # collections, of which DeepSpeed's ZeRO 3 asks for many, pass over what was imported before
     with output.open("a") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())

@@ -342,6 +342,9 @@ def progress(run: Run) -> None:
     )  # fmt: skip
     trainer.fit(LightningClipping(CONFIG), datamodule=data(run.texts))  # logs no norm
     assert {x["tokens_per_second"] for x in recorder.metrics if "tokens_per_second" in x} == {DP_SIZE * float(SEQLEN)}
+    shown = [x for x in recorder.metrics if "tokens_per_second" in x]
+    assert {x["seconds_per_step"] for x in shown} == {2.0}  # a second a batch
+    assert sorted({x["tokens_seen"] for x in shown}) == [2 * DP_SIZE * SEQLEN * step for step in (1, 2, 3)]
     assert [step for step, _ in lines.evaluations] == [1, 3]
     wanted = torch.stack(losses.parts).reshape(3, 2).sum(1)
     dist.all_reduce(wanted)

@@ -17,8 +17,10 @@ import torch
 import yaml
 
 from recipes.lightning.compare import newest_curve, read_losses
+from recipes.lightning.train import main as train_cli
 from ringflash.commands.cli import main as ringflash
-from ringflash.commands.plan.command import lay_over
+from ringflash.commands.plan.command import read_recipe
+from ringflash.training.overlays import lay_over
 from tests.helpers.plans import read_once  # noqa: F401, a fixture
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train
@@ -128,12 +130,44 @@ def test_recipe_is_planned_to_fit_an_h200(model: str, length: str, capsys: pytes
 @pytest.mark.parametrize("model", MODELS)
 def test_continuing_changes_the_context_and_no_size(model: str) -> None:
     start, on = read(f"{model}_pretrain"), read(f"{model}_pretrain", f"{model}_continue")
-    lengthened = {"rope_parameters", "max_position_embeddings"}
-    before, after = ({k: v for k, v in x["model"]["model"].items() if k not in lengthened} for x in (start, on))
-    assert before == after
+    assert on["model"]["model"].keys() == {"rope_parameters", "max_position_embeddings"}
     rope = on["model"]["model"]["rope_parameters"]
     assert rope["factor"] * rope["original_max_position_embeddings"] == 1 << 20
     assert rope["rope_theta"] == start["model"]["model"]["rope_parameters"]["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("overlays", "changed"),
+    [
+        (
+            ["model: {model: {num_hidden_layers: 4, rope_parameters: {rope_theta: 7.0}}}", "1m_cp8_8gpus"],
+            {"num_hidden_layers": 4, "head_dim": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 7}},
+        ),
+        (["qwen3_8b_continue", "model: {model: {rms_norm_eps: 1.0}}"], {"rms_norm_eps": 1.0, "hidden_size": None}),
+        (["model: {model: null}"], None),
+    ],
+    ids=["keys", "checkpoint", "null"],
+)
+def test_overlays_combine_in_training_as_in_plan(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overlays: list[str],
+    changed: dict[str, Any] | None,
+) -> None:
+    """Mappings are merged, but the keys beside a checkpoint are changes of its config.json."""
+    paths = [FOLDER / "qwen3_8b_pretrain.yaml"]
+    for number, overlay in enumerate(overlays):
+        paths.append(tmp_path / f"{number}.yaml" if ":" in overlay else FOLDER / f"{overlay}.yaml")
+        if ":" in overlay:
+            paths[-1].write_text(overlay)
+    monkeypatch.setattr("sys.argv", ["train"])  # Lightning warns of other arguments
+    with pytest.raises(SystemExit):
+        train_cli(["fit", *(f"--config={path}" for path in paths), "--print_config"])
+    trained = yaml.safe_load(capsys.readouterr().out)["model"]["model"]
+    assert trained == read_recipe(paths)["model"]["model"]
+    if changed is not None:
+        assert {name: trained.get(name) for name in changed} == changed
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)

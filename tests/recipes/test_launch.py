@@ -41,7 +41,11 @@ def dry_run(*command: str | Path, **environment: str) -> str:
 def test_scripts_pass_shellcheck() -> None:
     """Scripts in files, and those in YAML."""
     run(["shellcheck", "--external-sources", *SCRIPTS], PATH=PATH)
-    for text in (script("kubernetes.yaml", "spec", "trainer", "args"), script("skypilot.yaml", "run")):
+    for text in (
+        script("kubernetes.yaml", "spec", "trainer", "args"),
+        script("skypilot.yaml", "run"),
+        script("skypilot.yaml", "setup"),
+    ):
         check = ["shellcheck", "--shell=bash", "--exclude=SC2155,SC2164", "-"]
         subprocess.run(check, input=text, text=True, check=True, env={**os.environ, "PATH": PATH})
 
@@ -222,6 +226,27 @@ def test_kubernetes_dry_run(tmp_path: Path) -> None:
     assert "PET_MAX_RESTARTS=3" in shown and "--nnodes 8" in shown and "--nproc_per_node 3" in shown
     assert "--rdzv_endpoint job-node-0-0.job:29500 --rdzv_conf is_host=0 --local_addr 10.0.0.2" in shown
     assert "--output_dir /runs/quickstart --ckpt_path auto" in shown
+
+
+@pytest.mark.parametrize(
+    ("clone", "package", "shown"),
+    [
+        (True, "", "-m pip install .[huggingface,lightning,liger]"),
+        (False, "./a.whl", "-m pip install ./a.whl[huggingface,lightning,liger]"),
+        (False, "", "PACKAGE: must name ringflash outside a clone; put the wheel into this folder"),
+    ],
+)
+def test_skypilot_installs_a_clone_or_a_wheel(tmp_path: Path, clone: bool, package: str, shown: str) -> None:
+    """In a folder that `ringflash recipes --copy` made there is nothing to install."""
+    (tmp_path / ("ringflash" if clone else "recipes")).mkdir()
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text("#!/bin/bash\nmkdir -p .venv/bin && ln -s /bin/echo .venv/bin/python")
+    stub.chmod(0o755)
+    setup = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())["setup"]
+    environment = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "PACKAGE": package}
+    done = subprocess.run(["bash", "-c", setup], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr and (done.returncode == 0) is shown.startswith("-m")
 
 
 def test_skypilot_dry_run() -> None:

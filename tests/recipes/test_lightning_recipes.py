@@ -8,6 +8,7 @@ tests/recipes/test_8b_recipes.py has the other recipes.
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ def test_recipe_prints_its_progress(two_ranks: Run) -> None:
     """A line for each step, the losses before and after, and where the results are."""
     for step in range(1, STEPS + 1):
         assert f"step {step:>6}  loss  {two_ranks.losses[step - 1]:.4f}  grad_norm" in two_ranks.output
+        assert f" s a step  {step * SCALED_DOWN['data.seqlen']:,} tokens seen  0:0" in two_ranks.output
     assert "tokens/s" in two_ranks.output and "GiB" in two_ranks.output and "TFLOP/s a rank" in two_ranks.output
     assert "MFU" not in two_ranks.output  # a CPU has no peak in the table
     assert "tokens of the document before" in two_ranks.output
@@ -107,6 +109,7 @@ def test_resume_continues_on_another_number_of_ranks(folder: Path, two_ranks: Ru
     """
     resumed = Run(folder, "resumed-on-one", 1, ckpt_path=two_ranks.checkpoint(2))
     difference, count = largest_difference(resumed.losses, two_ranks.losses)
+    assert re.search(r"continuing from \S*step=2.ckpt: step 2, 192 tokens seen", resumed.output)
     assert count == 2 and difference <= RTOL_FP64 * max(two_ranks.losses.values())
     shown = run(["bash", "-c", '"$PYTHON" -m recipes.lightning.compare "$@"', "-", resumed.results, two_ranks.results])
     assert f"losses of the {count} steps that both have differ by {difference:.2e} at most" in shown

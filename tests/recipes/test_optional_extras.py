@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import venv
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +69,35 @@ def test_ringflash_itself_needs_no_extra() -> None:
     """
     said = run([sys.executable, "-c", WITHOUT_EXTRAS])
     assert "transformers must be version 5.17 or later" in said and "pip install ringflash[huggingface]" in said
+
+
+ALL_EXTRAS = "[huggingface,accelerate,trl,data,parquet,lightning,deepspeed,liger,float8,bench]"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "triton_version", "extras"), [("2.15.0", "3.9.0", ALL_EXTRAS), ("2.11.0", "3.6.0", "")]
+)
+def test_pip_keeps_the_installed_torch(torch_version: str, triton_version: str, extras: str, tmp_path: Path) -> None:
+    """A dry run, in an environment that has both as far as pip sees. It asks the registry, if it can be reached."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    for name, version, more in (
+        ("torch", torch_version, f"Requires-Dist: triton=={triton_version}\n"), ("triton", triton_version, "")
+    ):  # fmt: skip
+        (site / f"{name}-{version}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}"
+        (site / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
+    (tmp_path / "none.txt").write_text("# in place of constraints of this machine\n")
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv" / "bin" / "python", "install", "--retries", "0"]
+    try:
+        said = run([*pip, "--dry-run", f".{extras}"], PIP_CONSTRAINT=str(tmp_path / "none.txt"))
+    except AssertionError as error:
+        if "(from versions: none)" in str(error):
+            pytest.skip(f"no registry: {str(error)[-200:]}")
+        raise
+    added = dict(x.rsplit("-", 1) for x in said.partition("Would install ")[2].split())
+    assert added["ringflash"] and "rich" in added and ("lightning" in added) == bool(extras)
+    assert not {"torch", "triton"} & added.keys()
 
 
 def test_other_strategies_are_refused() -> None:

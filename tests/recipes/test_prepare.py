@@ -22,6 +22,8 @@ from tests.helpers.forked import forked
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
+pytestmark = pytest.mark.filterwarnings("ignore:files below")
+
 TEXTS = [f"Text {i}: " + "größer als nichts. " * (i % 9) for i in range(60)]
 
 
@@ -63,21 +65,27 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
-    """In the order of the files' names; other files of the folder are left out; nothing else is left behind."""
-    header = prepare([write_inputs(tmp_path / "in")], tmp_path / "out")
+    """In the order of the files' names; other files of the folder are named; nothing else is left behind."""
+    (write_inputs(tmp_path / "in") / ".git").mkdir()
+    (tmp_path / "in" / ".git" / "config.md").write_text("hidden")
+    (tmp_path / "in" / "b.json").write_text("{}")
+    (tmp_path / "in" / "elsewhere").symlink_to(tmp_path)
+    with pytest.warns(UserWarning, match="in are left out: 1 .json, 1 linked folders, 1 .md, first .*b.json; name"):
+        header = prepare([tmp_path / "in"], tmp_path / "out")
     assert read_all(tmp_path / "out") == as_bytes([*TEXTS[:3], *TEXTS])
     assert (header.dtype, header.vocab_size, header.version) == ("uint16", 257, 1)
     assert sorted(content(tmp_path / "out")) == ["00000.bin", "header.json"]
 
 
 @pytest.mark.parametrize(
-    ("shard_bytes", "suffix"), [*((size, "jsonl") for size in (1, 7, 100, 1000, 10**6)), (100, "ndjson")]
+    ("shard_bytes", "suffix"),
+    [*((size, "jsonl") for size in (1, 7, 100, 1000, 10**6)), (100, "ndjson"), (100, "json"), (100, "JSONL")],
 )
 def test_jsonl_is_cut_anywhere_and_keeps_every_line(tmp_path: Path, shard_bytes: int, suffix: str) -> None:
     """Also within a line, and within a character of several bytes; a last line may lack its end."""
     path = write_jsonl(tmp_path / f"a.{suffix}", [text[:20] for text in TEXTS[:6]])
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
-    prepare([path], tmp_path / "out", shard_bytes=shard_bytes)
+    prepare([path if suffix == "json" else tmp_path], tmp_path / "out", shard_bytes=shard_bytes)
     assert read_all(tmp_path / "out") == as_bytes([text[:20] for text in TEXTS[:6]])
 
 
@@ -118,11 +126,11 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     table = pyarrow.table({"id": list(range(len(TEXTS) + 1)), "body": [*TEXTS, ""]})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=7)
     prepare([tmp_path], tmp_path / "out", text_field="body", shard_bytes=500)
     assert read_all(tmp_path / "out") == as_bytes(TEXTS) and len(content(tmp_path / "out")) > 2
-    with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.parquet"):
-        prepare([tmp_path / "a.parquet"], tmp_path / "other")
+    with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.PARQUET"):
+        prepare([tmp_path / "a.PARQUET"], tmp_path / "other")
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -247,8 +255,12 @@ def test_suffixes_are_ends_of_names(tmp_path: Path) -> None:
     (tmp_path / "b.de.md").write_text("b")
     prepare([tmp_path], tmp_path / "out", suffixes=[".en.md"])
     assert read_all(tmp_path / "out") == as_bytes(["a"])
-    prepare([tmp_path], tmp_path / "other", suffixes=["md"])
+    prepare([tmp_path], tmp_path / "other", suffixes=["MD"])
     assert read_all(tmp_path / "other") == as_bytes(["a", "b"])
+    for number, given in enumerate([".en.md,.de.md", "[.en.md, .de.md]"]):
+        out = tmp_path / f"{number}"
+        assert main(["prepare", str(tmp_path), "--out", str(out), "--num_processes", "1", "--suffixes", given]) == 0
+        assert read_all(out) == as_bytes(["a", "b"])
 
 
 def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
@@ -263,6 +275,9 @@ def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / "plan.json").write_text(json.dumps({"plan": "another"}))
     with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
         prepare([inputs], tmp_path / "out")
+    (tmp_path / "out" / "00000.bin").unlink()  # the plan of an attempt that wrote nothing binds nobody
+    prepare([inputs], tmp_path / "out")
+    assert read_all(tmp_path / "out") == as_bytes([*TEXTS[:3], *TEXTS])
 
 
 @pytest.mark.parametrize(
@@ -302,7 +317,7 @@ BAD_LINES = [b'{"text": "a"', b'{"text": "\xff"}', b'{"body": 1}', b'{"text": nu
 def test_bad_lines_are_skipped_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_bytes: int, depth: int
 ) -> None:
-    """Beside empty documents, over one shard or many; a line of white space is neither.
+    """Beside empty documents, over one shard or many; a line of white space is neither. The error's remedy works.
 
     The parser gives up on the deeper line with an error of its own.
     """
@@ -310,12 +325,15 @@ def test_bad_lines_are_skipped_and_counted(
     lines = [b'{"text": "a"}', b'{"text": ""}', *bad_lines, b"  ", b'{"text": "b"}', b'{"text": ""}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "0.txt").write_bytes(b"finished before the error")
     arguments = ["prepare", str(tmp_path), "--out", str(tmp_path / "out"), "--shard_bytes", str(shard_bytes)]
+    assert main([*arguments, "--num_processes", "1"]) == 1
+    assert "or add --bad_lines skip" in capsys.readouterr().err
     assert main([*arguments, "--bad_lines", "skip", "--num_processes", "1"]) == 0
     assert (
-        "4 tokens of uint16 in 2 documents; 2 empty documents left out; 6 bad lines skipped" in capsys.readouterr().out
+        "30 tokens of uint16 in 3 documents; 2 empty documents left out; 6 bad lines skipped" in capsys.readouterr().out
     )
-    assert read_all(tmp_path / "out") == as_bytes(["a", "b"])
+    assert read_all(tmp_path / "out") == as_bytes(["finished before the error", "a", "b"])
     assert main([*arguments, "--num_processes", "1"]) == 1
     assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err
 
@@ -342,6 +360,23 @@ def test_a_changed_input_of_the_same_size_is_another(tmp_path: Path) -> None:
     assert path.stat().st_size == before.st_size
     with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
         prepare([path], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b' [{"text": "a"}]', r"got an array in .*a.json; convert it: jq -c '.\[\]' a.json > a.jsonl"),
+        ("a.jsonl.GZ", b"\x1f\x8b", "must be text, JSON lines or parquet, got .*a.jsonl.GZ; unpack or convert it"),
+        ("a.csv", b"text\na\n", "must be text, JSON lines or parquet, got .*a.csv; unpack or convert it"),
+    ],
+)
+def test_formats_that_are_not_read_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    """Before anything is written, also through a link, and if bad lines are skipped."""
+    (tmp_path / "3fa9").write_bytes(content)
+    (tmp_path / name).symlink_to("3fa9")
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path / name], tmp_path / "out", bad_lines="skip")
+    assert not (tmp_path / "out").exists()
 
 
 def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,12 @@ def test_a_file_has_its_name_only_once_its_content_is_on_the_disk(
 
 
 def test_unharmed_files_are_read(folder: Path) -> None:
-    """The documents, by number and by part; the work of checking can be shared."""
+    """The documents, by number and by part, also in another process; the work of checking can be shared."""
     assert read_all(folder) == DOCUMENTS
     files = TokenFiles(folder)
     assert len(files) == 3 and files.read(2, 1, 3).tolist() == [6, 7]
+    again = pickle.loads(pickle.dumps(files))
+    assert again.read(2, 1, 3).tolist() == [6, 7] and vars(again.read(2, 1, 3))["_mmap"] is not None  # not a copy
     overwrite("00001.bin", lambda x: bytes([x[0] ^ 1]) + x[1:])(folder)
     assert (files.corrupt_shards(0, 2), files.corrupt_shards(1, 2)) == ([], ["00001.bin"])
 

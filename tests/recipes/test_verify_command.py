@@ -33,8 +33,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_failing(folder, code)
     arguments = code.splitlines()[0].split("ringflash verify ")[1].split()
     out = folder / "reports.json"
-    run_ranks("tests.recipes.verify_worker", folder, out, *arguments, num_ranks=2)
-    return json.loads(out.read_text())
+    output = run_ranks("tests.recipes.verify_worker", folder, out, *arguments, num_ranks=2)
+    return {**json.loads(out.read_text()), "output": output}
 
 
 def write_failing(folder: Path, code: str) -> None:
@@ -51,6 +51,7 @@ def test_the_documents_example_passes(reports: dict[str, Any]) -> None:
     assert (first["status"], second["status"], second["printed"]) == (0, 0, "")
     assert "cp=2 against cp=1: 64 tokens, 2 document(s), float32, cpu" in first["printed"]
     assert "passed: cp=N trains what cp=1 trains" in first["printed"]
+    assert "Tip:" not in reports["output"]  # of Lightning, for each of its trainers
 
 
 @pytest.mark.parametrize("place", ["import", "build"])
@@ -74,7 +75,7 @@ def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> No
 
 
 def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
-    """With the README's diff it cuts its batches itself."""
+    """With the diff of docs/wrapping.md it cuts its batches itself."""
     report = reports["own"]
     assert (report["status"], report["passed"], failed(report)) == (0, True, [])
     assert {check["name"] for check in report["checks"] if check["verdict"] == "not compared"} == {

@@ -1,4 +1,4 @@
-"""The README's diff, applied to a plain LightningModule: two ranks train and judge as one process without it.
+"""The diff of docs/wrapping.md, applied to a plain LightningModule: two ranks train as one process without it.
 
 Gloo processes on the CPU, fp64 (wrap_worker.py, which says what each part shows).
 """
@@ -17,15 +17,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from ringflash.lightning import SequenceSharding
-from ringflash.lightning.first_step import FirstStep
+from ringflash.lightning.first_step import FirstStep, sample
 from tests.recipes.launching import ROOT, assert_made, each_part, launch_parts
 from tests.recipes.wrap_worker import TESTS
 
 
-def readme_diff() -> list[str]:
-    """Lines of the first diff, which is of a LightningModule."""
-    blocks = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return blocks[0].splitlines()
+def documented_diff() -> list[str]:
+    """Return the lines of the diff of a LightningModule."""
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "wrapping.md").read_text(), re.DOTALL)
+    return block.splitlines()
 
 
 def apply(diff: list[str], text: str) -> str:
@@ -41,9 +41,9 @@ def apply(diff: list[str], text: str) -> str:
 
 
 def write_changed(folder: Path) -> None:
-    """plain_gpt.py after README's diff, as changed_gpt.py."""
+    """plain_gpt.py after documented diff, as changed_gpt.py."""
     plain = (ROOT / "tests/recipes/plain_gpt.py").read_text()
-    (folder / "changed_gpt.py").write_text(apply(readme_diff(), plain))
+    (folder / "changed_gpt.py").write_text(apply(documented_diff(), plain))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, par
 
 def test_the_diff_changes_three_lines() -> None:
     """Beside the import."""
-    assert sum(line.startswith("-") for line in readme_diff()) == 3
+    assert sum(line.startswith("-") for line in documented_diff()) == 3
 
 
 def test_sum_without_a_choice_is_refused() -> None:
@@ -92,6 +92,21 @@ def test_loss_of_many_tokens_keeps_its_digits(dtype: torch.dtype) -> None:
     labels[:, ::3] = -100
     loss, want = module.token_loss(logits, labels), cross_entropy(logits[0].double(), labels[0])
     assert loss.dtype == torch.float32 and abs(loss.item() - want.item()) < torch.finfo(dtype).eps * want.item() / 10
+
+
+def test_sample_makes_the_ranks_unequal() -> None:
+    """One rank keeps its first token that counts in labels, masks and weights; the window has most of them."""
+    mask, held = torch.arange(16)[None] >= 9, torch.tensor([0, 1, 6, 7])
+    labels = torch.where(mask, 3, -100)
+    tokens = torch.arange(16)[None]
+    batch = [tokens, labels, mask, mask.float()[..., None], mask * 0.5, torch.ones(1, 16), torch.randn(1, 5)]
+    found = sample(batch, 8, held)
+    kept = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]])  # of positions 8 to 15, of which 8 does not count
+    assert torch.equal(found[0], tokens[:, 8:]) and torch.equal(found[6], batch[6])
+    assert torch.equal(found[1], torch.where(kept.bool(), 3, -100))
+    assert torch.equal(found[2], kept.bool()) and torch.equal(found[3], kept.float()[..., None])
+    assert torch.equal(found[4], torch.tensor([[0, 16, 16, 16, 16, 16, 1, 1]]) / 32)
+    assert torch.equal(found[5], torch.tensor([[1.0, 0, 1, 1, 1, 1, 0, 0]]))
 
 
 @pytest.mark.parametrize("labels", [-100, 3])

@@ -1,4 +1,4 @@
-"""A module with the README's diff, trained on two ranks, and without it on one: parts of test_wrap_lightning.py.
+"""A module with the diff of docs/wrapping.md, on two ranks, and without it on one: parts of test_wrap_lightning.py.
 
     torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gpt.py> <out>
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,14 +24,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint
+from ringflash import disable_ring
+from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint, SequenceSharding
 from ringflash.loss import shift_labels
 from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
-from tests.recipes.launching import error_of, make_parts
+from tests.recipes.launching import ROOT, error_of, make_parts
 from tests.recipes.plain_gpt import GPT
 
 STEPS, RTOL = 3, 1e-10
@@ -37,7 +41,7 @@ SCORES = [[4.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 0.0]]  # of both ranks
 
 
 class Run(NamedTuple):
-    """The module with the README's diff, and the folder of its file."""
+    """The module with the diff of docs/wrapping.md, and the folder of its file."""
 
     kind: Any
     folder: str
@@ -49,12 +53,26 @@ def loader(seed: int = 2) -> DataLoader[Any]:
     return DataLoader([(x, y) for x, y in zip(rows, shift_labels(rows), strict=True)], batch_size=1)
 
 
+def documented(begin: str) -> str:
+    """Return the code in docs/lightning.md that begins so."""
+    (code,) = re.findall(rf"```python\n({begin}.*?)```", (ROOT / "docs/lightning.md").read_text(), re.DOTALL)
+    return code
+
+
+def moving_average() -> Any:
+    """Return a new callback of docs/lightning.md's class."""
+    names = {"lightning": lightning, "distribute_tensor": distribute_tensor}
+    exec(documented("class MovingAverage"), names)
+    average = names["MovingAverage"]()
+    average.rate = AVERAGED
+    return average
+
+
 class Sharded(lightning.Callback):
-    """Bytes of parameters that callbacks meet whole, by hook; a moving average of shards, as the refusal advises."""
+    """Bytes of parameters that callbacks meet whole, by hook."""
 
     def __init__(self) -> None:
         self.whole: dict[str, int] = {}
-        self.average: dict[str, torch.Tensor] = {}
 
     def note(self, hook: str, module: torch.nn.Module) -> None:
         found = sum(p.nbytes for p in module.parameters() if not isinstance(p, DTensor))
@@ -65,23 +83,12 @@ class Sharded(lightning.Callback):
 
     def on_train_start(self, trainer: Any, module: lightning.LightningModule) -> None:
         self.note("sanity validation", module)
-        self.average = {name: p.detach().to_local().clone() for name, p in module.named_parameters()}
 
     def on_train_batch_start(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("comparison", module)
 
     def on_train_batch_end(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
         self.note("step", module)
-        for name, p in module.named_parameters():
-            self.average[name].lerp_(p.detach().to_local(), AVERAGED)
-
-    def full_average(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        return {
-            name: DTensor.from_local(
-                self.average[name], p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
-            ).full_tensor()
-            for name, p in module.named_parameters()
-        }  # fmt: skip
 
 
 def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> dict[str, Any]:
@@ -140,34 +147,106 @@ def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool =
     return losses.found
 
 
-def adam(module: Any) -> torch.optim.Optimizer:
+def plain_adam(module: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.01)
 
 
-def steps_with_adam(kind: Any, strategy: Any, end: int, start: Path | None = None) -> tuple[lightning.Trainer, Losses]:
-    """Train to a number of steps, from a checkpoint if one is given.
+def adam(module: Any) -> torch.optim.Optimizer:
+    """Groups of parameters in another order than the module's, and an empty one, because the embedding is frozen."""
+    embedding, *others = module.model.children()
+    groups = [
+        [p for p in layer.parameters() if p.requires_grad] for layer in (module.later, *reversed(others), embedding)
+    ]
+    return torch.optim.AdamW([{"params": x, "lr": 0.01 * 0.9**i} for i, x in enumerate(groups)])
+
+
+def steps_with_adam(
+    kind: Any, strategy: Any, end: int, start: Path | None = None, configure_optimizers: Any = adam
+) -> tuple[lightning.Trainer, Losses]:
+    """Train to a number of steps, from a checkpoint if one is given, with parameters that no step uses.
 
     The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
     """
-    losses = Losses()
+    losses, module = Losses(), partly_trained(kind, configure_optimizers)
     trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
-    trainer.fit(varied(kind, configure_optimizers=adam).double(), loader(), ckpt_path=start)
+    trainer.fit(module, loader(), ckpt_path=start)
     return trainer, losses
 
 
+def partly_trained(kind: Any, configure_optimizers: Any = adam) -> Any:
+    """With a frozen embedding, and a layer that no step uses."""
+    module = varied(kind, configure_optimizers=configure_optimizers)
+    module.later = torch.nn.Linear(2, 2)
+    module.model.embedding.requires_grad_(False)
+    return module.double()
+
+
 def start_without_a_ring(run: Run) -> None:
-    """A checkpoint of the plain module under Lightning's default strategy, and the losses of its next steps."""
-    start = Path(run.folder, "plain.ckpt")
+    """Checkpoints of two steps on one process, in both formats, and the losses of the plain module's next steps."""
+    start = Path(run.folder, "file.ckpt")
     steps_with_adam(GPT, "auto", 2)[0].save_checkpoint(start)
-    losses = steps_with_adam(GPT, "auto", 5, start)[1].found
+    steps_with_adam(run.kind, ContextParallelStrategy(1), 2)[0].save_checkpoint(Path(run.folder, "folder.ckpt"))
+    losses = steps_with_adam(GPT, "auto", 4, start)[1].found
     Path(run.folder, "losses_after_plain").write_text(json.dumps(losses))
 
 
 def continue_on_a_ring(run: Run) -> None:
-    """Weights and optimizer state of a run without a ring."""
+    """Weights and optimizer state of both formats of one process, then of both of the ring itself."""
     want = json.loads(Path(run.folder, "losses_after_plain").read_text())
-    got = steps_with_adam(run.kind, ContextParallelStrategy(), 5, Path(run.folder, "plain.ckpt"))[1].found
-    assert len(want) == 3 and got == pytest.approx(want, rel=RTOL)
+    for name in ("file", "folder"):
+        strategy = ContextParallelStrategy(save_distributed_checkpoint=name == "folder")
+        trainer, losses = steps_with_adam(run.kind, strategy, STEPS, Path(run.folder, f"{name}.ckpt"))
+        path = Path(run.folder, f"{name}_of_ring.ckpt")
+        trainer.save_checkpoint(path)
+        last = steps_with_adam(run.kind, ContextParallelStrategy(), 4, path)[1]
+        assert len(want) == 2 and [*losses.found, *last.found] == pytest.approx(want, rel=RTOL), name
+        assert path.is_dir() == (name == "folder")
+        read_plainly(path, trainer.lightning_module)
+
+
+def read_plainly(path: Path, trained: Any) -> None:
+    """Read the weights of a checkpoint into the plain module, a folder's as docs/lightning.md says."""
+    module = partly_trained(GPT)
+    if path.is_dir():
+        code = documented("from torch.distributed.checkpoint").replace("last.ckpt", str(path))
+        exec(code.replace("weights.pt", f"{path}_{dist.get_rank()}.pt"), {"torch": torch, "module": module})
+    else:
+        module.load_state_dict(torch.load(path)["state_dict"])
+    for (name, p), whole in zip(trained.named_parameters(), module.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), whole), name
+
+
+def continue_with_others(run: Run) -> None:
+    """An optimizer whose parameters or kind are not those of the checkpoint is refused."""
+
+    def one_group(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+
+    def exchanged(module: Any) -> torch.optim.Optimizer:
+        optimizer = adam(module)
+        optimizer.param_groups[1]["params"], optimizer.param_groups[3]["params"] = (
+            optimizer.param_groups[3]["params"],
+            optimizer.param_groups[1]["params"],
+        )
+        return optimizer
+
+    def sgd(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(adam(module).param_groups, momentum=0.9)
+
+    for name, configure, message in (
+        ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        (
+            "file",
+            exchanged,
+            "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_avg'",
+        ),
+        ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
+        ("folder", sgd, "must have the optimizer's state of model."),
+    ):
+        path = Path(run.folder, f"{name}.ckpt")
+        error = error_of(steps_with_adam, run.kind, ContextParallelStrategy(), 4, path, configure)
+        assert error.startswith(f"{path} {message}"), error
 
 
 def orders_on_one_rank(run: Run) -> None:
@@ -184,9 +263,12 @@ def orders_on_one_rank(run: Run) -> None:
 
 
 def orders(run: Run) -> None:
-    """Two ranks draw the order that one draws, by the same two ways."""
+    """Two ranks draw the order that one draws, by the same two ways. No warning is of the mixin's own hook."""
     ring, plain = json.loads(Path(run.folder, "losses").read_text())
-    assert losses_of(run.kind, None) == pytest.approx(ring, rel=RTOL)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert losses_of(run.kind, None) == pytest.approx(ring, rel=RTOL)
+    assert not [x for x in seen if "on_before_batch_transfer" in str(x.message)]
     assert losses_of(run.kind, 5) == pytest.approx(plain, rel=RTOL)
 
 
@@ -220,6 +302,73 @@ def local_mean(module: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
 
 
+def shifted(module: Any, batch: Any) -> torch.Tensor:
+    """A step that gives each token the previous one's logits, too."""
+    logits = module.model(batch[0], module.positions(batch[0]))
+    return module.token_loss(logits + torch.nn.functional.pad(logits[:, :-1], (0, 0, 1, 0)), batch[1])
+
+
+def with_mask(module: Any, batch: Any, index: int) -> Any:
+    """Each sequence's last half counts; the plain module has no hook, but `masked`."""
+    return SequenceSharding.on_before_batch_transfer(module, (*batch, loss_mask(batch[0])), index)
+
+
+def loss_mask(tokens: torch.Tensor) -> torch.Tensor:
+    return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).double().expand(tokens.shape)
+
+
+def local_masked_mean(module: Any, batch: Any) -> torch.Tensor:
+    """The usual mean over a loss mask, which is that of the shard."""
+    tokens, labels, mask = batch
+    logits = module.model(tokens, module.positions(tokens))
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def masked(module: Any, batch: Any) -> torch.Tensor:
+    """The mean over a loss mask by token_loss; by the plain module, whose hook adds no mask, as it is usual."""
+    tokens, labels = batch[:2]
+    if hasattr(module, "token_loss"):
+        return module.token_loss(module.model(tokens, module.positions(tokens)), labels, batch[2])
+    losses = torch.nn.functional.cross_entropy(
+        module.model(tokens, torch.arange(tokens.shape[1])).flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    mask = loss_mask(tokens) * (labels != -100)
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def weights(run: Run) -> None:
+    """A loss mask is right as weights of token_loss."""
+    module = varied(run.kind, on_before_batch_transfer=with_mask, step=masked)
+    found = train(module, devices=2, strategy=ContextParallelStrategy())
+    assert_trained(found["weights"], plainly(step=masked)[0])
+
+
+def between_steps(run: Run) -> None:
+    """A prompt between steps is refused, by hook and by hand; off the ring its logits are those of the plain module."""
+    found: list[Any] = []
+    prompt = torch.arange(8)[None]
+
+    def sample(module: Any) -> torch.Tensor:
+        return module.model(prompt, module.positions(prompt)).detach()
+
+    def on_validation_epoch_end(module: Any) -> None:
+        found.append(error_of(sample, module))
+        with disable_ring(module):
+            found.append(sample(module))
+
+    module = varied(run.kind, on_validation_epoch_end=on_validation_epoch_end)
+    train(module, devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
+    with torch.no_grad():
+        found.append(error_of(sample, module))
+    plain = varied(GPT).double()
+    plain.load_state_dict(plainly()[0])
+    want = plain.model(prompt, torch.arange(8))
+    assert torch.allclose(found[1], want, rtol=RTOL, atol=RTOL)
+    for error in (found[0], found[2]):
+        assert error.startswith("model.blocks.0.attn must be called in a step of the module (training_step, "), error
+
+
 def drawn(module: Any, batch: Any) -> torch.Tensor:
     """A step with random numbers for each sequence, as diffusion has; the plain module has no positions to give."""
     positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))(batch[0])
@@ -240,7 +389,7 @@ def draws(run: Run) -> None:
     torch.manual_seed(3)
     random.seed(3)
     train(varied(run.kind, step=step), devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
-    assert numbers[:3] == [numbers[0]] * 3, "on the shard, on the whole sequence, in the first step"
+    assert numbers[:9] == [numbers[0]] * 9, "four times on the shard and on the whole sequence, in the first step"
     assert len({*numbers}) > STEPS
 
 
@@ -336,12 +485,85 @@ def decisions(run: Run) -> None:
 
 
 def compiled(run: Run) -> None:
-    """A module with a layer that is compiled trains as the plain one."""
+    """A module with a layer that is compiled trains as the plain one; another one attends again in the backward."""
     module = build(run.kind)
+    module.model.blocks[0].reentrant = False
     module.model.blocks[1].compile(backend="aot_eager")
     found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_trained(found["weights"], plainly()[0])
+
+
+def choosing_model() -> own.Model:
+    """A model whose layers have experts."""
+    model = own.Model(is_causal=True)
+    model.blocks = torch.nn.ModuleList(own.Choosing() for _ in range(2))
+    return model
+
+
+def start_nested(module: Any) -> None:
+    """__init__ of a module with that model."""
+    lightning.LightningModule.__init__(module)
+    module.model = choosing_model()
+
+
+def start_direct(module: Any) -> None:
+    """The same with the layers in a list of the LightningModule itself."""
+    lightning.LightningModule.__init__(module)
+    for name, child in choosing_model().named_children():
+        setattr(module, {"positions": "places"}.get(name, name), child)
+
+
+def forward_directly(module: Any, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    x = module.embedding(tokens) + module.places(positions)
+    for block in module.blocks:
+        x = block(x, positions)
+    return module.head(x)
+
+
+def experts(run: Run) -> None:
+    """Each rank needs another expert, and no rank the third, which AdamW then neither steps nor decays."""
+    nested = {"__init__": start_nested, "configure_optimizers": plain_adam}
+    direct = {"__init__": start_direct, "model": forward_directly, "configure_optimizers": plain_adam}
+    for methods in (nested, direct):
+        module = varied(run.kind, **methods)
+        found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+        assert_trained(found["weights"], plainly(**methods)[0])
+
+
+def unit_of_one_rank(kind: Any, called: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
+    """A module whose experts are units of their own, of which ranks call different ones."""
+
+    def step(module: Any, batch: Any) -> torch.Tensor:
+        positions = module.positions(batch[0])
+        return module.token_loss(called(module.experts, module.model(batch[0], positions), positions), batch[1])
+
+    module = varied(kind, step=step)
+    module.experts = torch.nn.ModuleList(torch.nn.Linear(own.VOCAB, own.VOCAB) for _ in range(2))
+    return module
+
+
+def counting(module: Any, batch: Any) -> torch.Tensor:
+    """A step that counts its tokens in a buffer."""
+    module.counts += torch.bincount(batch[0].flatten(), minlength=own.VOCAB)
+    return module.token_loss(module.model(batch[0], module.positions(batch[0])), batch[1])
+
+
+def counted(kind: Any) -> Any:
+    module = varied(kind, step=counting)
+    module.register_buffer("counts", torch.zeros(own.VOCAB, dtype=torch.int64))
+    return module
+
+
+def left_out(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rank 0 of two calls an expert that rank 1 leaves out."""
+    return x + experts[0](x) if positions[0] == 0 else x
+
+
+def unused(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Both call it, and rank 1 has no gradient of it."""
+    y = experts[0](x)
+    return x + (y if positions[0] == 0 else y.detach())
 
 
 def refusals(run: Run) -> None:
@@ -363,6 +585,18 @@ def refusals(run: Run) -> None:
             varied(run.kind, step=local_mean), {},
         ),
         (
+            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            varied(run.kind, on_before_batch_transfer=with_mask, step=local_masked_mean), {},
+        ),
+        (
+            "token_loss must be given the logits of the whole sequence, got a difference of",
+            varied(run.kind, step=shifted), {},
+        ),
+        (
+            "training_step's loss, averaged over the ring, must be a number, got nan for the whole sequence;",
+            varied(run.kind, step=lambda self, batch: run.kind.step(self, batch) * torch.nan), {},
+        ),
+        (
             "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super",
             varied(run.kind, on_before_batch_transfer=lambda self, batch, _: batch), {},
         ),
@@ -373,6 +607,23 @@ def refusals(run: Run) -> None:
         (
             "callbacks must not copy the module, whose parameters are sharded, got EMAWeightAveraging; average",
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
+        ),
+        (
+            "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
+            "tokens, got different values of counts; sum what they are computed from over the ring, by",
+            counted(run.kind), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit Linear 1 (rank 0), Linear 2 (rank 1);",
+            unit_of_one_rank(run.kind, own.choose), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit Linear 1 (rank 0), token_loss (rank 1);",
+            unit_of_one_rank(run.kind, left_out), {},
+        ),
+        (
+            "all ranks of the group must make the same call, got FSDP2 unit gradients of Linear 1 (rank 0), Model",
+            unit_of_one_rank(run.kind, unused), {},
         ),
         (
             "strategy must have the ring for which an earlier trainer wrapped the module, ranks [0, 1] with layout "
@@ -395,11 +646,16 @@ def training(run: Run) -> None:
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank. FSDP2
     leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
     """
-    changed, sharded = build(run.kind), Sharded()
-    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded])
+    changed, sharded, averaged = build(run.kind), Sharded(), moving_average()
+    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
     weights, average, loss, evaluation = plainly()
     assert_trained(ring["weights"], weights)
-    assert_trained(sharded.full_average(changed), average)
+    assert_trained(averaged.state_dict(), average)
+    resumed = moving_average()
+    resumed.load_state_dict(averaged.state_dict())
+    resumed.on_train_start(changed.trainer, changed)
+    for name, p in averaged.average.items():
+        assert torch.equal(resumed.average[name].to_local(), p.to_local()), name
     assert abs(ring["metrics"]["loss"] - loss) <= RTOL and abs(ring["metrics"]["eval_loss"] - evaluation) <= RTOL
     assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
 
@@ -429,8 +685,11 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 TESTS = {  # by number of ranks
     1: (orders_on_one_rank, start_without_a_ring),
-    2: (orders, continue_on_a_ring, training, manual, compiled, decisions, refusals, draws, hooks, workers),
-}
+    2: (
+        orders, continue_on_a_ring, continue_with_others, training, experts, manual, compiled, decisions, refusals,
+        draws, hooks, workers, weights, between_steps,
+    ),
+}  # fmt: skip
 
 
 if __name__ == "__main__":

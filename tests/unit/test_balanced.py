@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from itertools import pairwise
 
 import pytest
@@ -10,13 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash
-from benchmarks.count_documents import pack
 from ringflash.attention.schedule import plan_gather
 from ringflash.sequence.balanced import balanced_pieces
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
 TOKENS = 4096  # a rank
+
+
+def pack(seed: int, seqlen: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Return the bounds of documents of log-uniform lengths."""
+    chance, bounds = random.Random(seed), [0]
+    while bounds[-1] < seqlen:
+        length = math.exp(chance.uniform(math.log(shortest), math.log(longest)))
+        bounds.append(min(seqlen, bounds[-1] + round(length)))
+    return tuple(bounds)
 
 
 def work(bounds: tuple[int, ...], cp_size: int) -> list[int]:

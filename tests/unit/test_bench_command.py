@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import ringflash
 from benchmarks import command
 from benchmarks.compare import changes, read_results
 from benchmarks.ring_contenders import PROBES
@@ -180,6 +182,15 @@ def test_an_installation_without_the_benchmarks_is_refused(
         main(["plan", "--help"])
 
 
+def test_version_says_where_the_documents_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """A wheel has none, but messages name their pages."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed == f"ringflash {ringflash.__version__}, documents: {urls['Documentation']}"
+
+
 def test_results_of_an_earlier_run_are_not_shown_as_new(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +206,8 @@ def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.Cap
     out = tmp_path / "ring.json"
     run = ["bench", "ring", "--toy", "--rounds", "2", "--out", str(out)]
     assert main([*run, "--rows", "causal, forward$"]) == 0
-    printed = capfd.readouterr().out
+    printed, of_run = capfd.readouterr()
+    assert "ours, % of the ideal of a toy" in printed and "toy, no speed: " in of_run
     assert "fastest peer" in printed and "causal, forward" in printed and "backward" not in printed
     assert main(["bench", str(out), "--rows", "causal, forward$", "--json"]) == 0
     (row,) = json.loads(capfd.readouterr().out)["rows"]
@@ -204,5 +216,5 @@ def test_a_small_ring_is_run_kept_and_compared(tmp_path: Path, capfd: pytest.Cap
     assert main(arguments) == 0
     said = json.loads(capfd.readouterr().out)
     assert len(said["rows"]) == 2 and all(row["ours"] == "ringflash, gloo" for row in said["rows"])
-    assert said["rows"][0]["unit"] == "% of the ideal"
+    assert said["rows"][0]["unit"] == "% of the ideal of a toy"
     assert [change["ratio"] for change in said["compared"]] == [1.0, 1.0]

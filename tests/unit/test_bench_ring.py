@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -76,14 +75,6 @@ def test_heads_that_cannot_be_shared_out_are_no_ideal() -> None:
     setting = Setting(ROWS[0], group, torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="must be there as the ideal, got .*32/8 heads over 3 ranks.*--ideal whole"):
         bench(setting, dict(IDEALS_BY_HEADS), 1, 1.0)
-
-
-def test_a_ring_beside_collectives() -> None:
-    printed = launching.run_ranks("benchmarks.bench_beside", "--toy", num_ranks=2, timeout_s=100)
-    found = re.findall(
-        r", (forward|forward \+ backward): 6 calls ([\d.]+) ms, 4 all-gathers .* ([\d.]+) ms, tog", printed
-    )
-    assert [name for name, *_ in found] == ["forward", "forward + backward"]
 
 
 def test_the_ideal_is_the_faster_kernel_divided_by_the_devices() -> None:

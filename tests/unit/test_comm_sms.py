@@ -15,6 +15,8 @@ import ringflash
 from ringflash.attention import gather_by_heads
 from ringflash.attention.gather_by_heads import ForwardUnits, HeadGather
 from ringflash.attention.sections import Unit
+from ringflash.comm import transport
+from ringflash.comm.transport import Message, PointToPoint, point_to_point
 from ringflash.comm.transport.point_to_point import check_capture, comm_sms
 
 
@@ -28,8 +30,8 @@ def test_only_our_kernels_over_nccl_leave_any() -> None:
     assert comm_sms("hopper", "nccl") == 0
     ringflash.set_comm_sms(8)
     assert comm_sms("hopper", "nccl") == comm_sms("hopper_fp8", "nccl") == 8
-    for impl, transport in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
-        assert comm_sms(impl, transport) == 0
+    for impl, name in (("hopper", "copy_engine"), ("hopper", None), ("flash2", "nccl"), ("reference", "gloo")):
+        assert comm_sms(impl, name) == 0
 
 
 @pytest.mark.parametrize("num_sms", [-1, 1.5, None])
@@ -55,13 +57,33 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
 
 
-@pytest.mark.parametrize("register, refused", [(None, True), ("1", True), ("0", False)])
+@pytest.mark.parametrize("setting, segment", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("register", [None, "1", "0"])
 def test_capture_beside_expandable_segments(
-    monkeypatch: pytest.MonkeyPatch, register: str | None, refused: bool
+    monkeypatch: pytest.MonkeyPatch, register: str | None, setting: bool, segment: bool
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    """Programs switch them on and off at run time, and memory stays what it is."""
+    memory = {"allocator_settings": {"expandable_segments": setting}, "segments": [{"is_expandable": segment}]}
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: memory)
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     if register is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    refused = register != "0" and (setting or segment)
     with pytest.raises(RuntimeError, match="NCCL_GRAPH_REGISTER must be 0") if refused else nullcontext():
         check_capture()
+
+
+def test_every_captured_call_looks_at_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, looked = mock.Mock(group_name="0"), mock.Mock()
+    with (
+        mock.patch.object(transport, "_open", {}),
+        mock.patch.object(PointToPoint, "__init__", lambda self, name, group: setattr(self, "_channel", mock.Mock())),
+        mock.patch.object(point_to_point, "capturing", lambda _: True),
+        mock.patch.object(point_to_point, "check_capture", looked),
+    ):
+        for _ in range(2):
+            channel = transport.open_transport("nccl", group)
+            channel.name, channel.rank = "nccl", 0
+            for part in (channel, channel.among((0, 1))):
+                part.post([Message(torch.empty(1), 1, "keys")], [])
+    assert looked.call_count == 2

@@ -9,7 +9,6 @@ import json
 import platform
 import sys
 import time
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +24,7 @@ from ringflash.commands.doctor.command import _kernel, _probe, _ring, examine
 from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import tell_apart
 from ringflash.commands.doctor.judge import declared_ranges, differences, judge
+from ringflash_kernels.api import TRITON_RELEASES
 from tests.recipes.launching import Ranks, run_ranks
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
@@ -61,13 +61,27 @@ def test_a_healthy_machine_is_ok() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("torch", "2.9.0"), ("triton", "3.5.1"), ("triton", "3.10.0"), ("lightning", "2.6.2"),
+        ("torch", "2.9.0"), ("triton", "3.5.1"), ("lightning", "2.6.2"),
         ("pytorch_lightning", "2.6.3"), ("deepspeed", "0.18.0"), ("transformers", "4.57.0"), ("liger_kernel", "0.7.0"),
     ],
 )  # fmt: skip
 def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None:
     ((level, what, found),) = said(packages=packages(**{name: version}))
     assert (level, what) == ("fault", name.replace("_", "-")) and found.startswith(f"{version}, outside")
+
+
+def test_a_version_newer_than_those_tested_is_a_warning() -> None:
+    """Not a patch of one: transformers 5.24 was wrong within the declared range."""
+    assert said(packages=packages(torch="2.15.9+cu132", transformers="5.24.1")) == []
+    (line,) = said(packages=packages(transformers="5.99.0"))
+    assert line == ("warning", "transformers", "5.99.0, newer than 5.24.0, the newest that was tested")
+
+
+def test_triton_is_shown_with_what_is_known_of_it() -> None:
+    ((level, what, found),) = said(packages=packages(triton="3.99.0"))
+    assert (level, what, found) == ("warning", "triton", "3.99.0, not tested with our kernels")
+    (line,) = (x.found for x in judge(HEALTHY) if x.what == "triton")
+    assert line == "3.6.0; tested on GPUs: {}; speed relative to 3.6: {}".format(*TRITON_RELEASES["3.6"][1:])
 
 
 def test_a_core_package_that_is_missing_is_a_fault_and_others_are_not() -> None:
@@ -119,9 +133,13 @@ def test_ranges_are_those_of_the_project() -> None:
     assert ranges.keys() == HEALTHY["packages"].keys()
 
 
-def test_a_clone_that_is_not_installed_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(side_effect=PackageNotFoundError))
+def test_ranges_of_a_clone_go_before_those_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An editable installation of an older commit had older ranges."""
+    lines = [f"{name}>=1" for name in HEALTHY["packages"]]
+    monkeypatch.setattr("ringflash.commands.doctor.judge.requires", Mock(return_value=lines))
     test_ranges_are_those_of_the_project()
+    monkeypatch.setattr("ringflash.commands.doctor.judge._PROJECT", tmp_path / "pyproject.toml")  # as of a wheel
+    assert {str(x) for x in declared_ranges().values()} == {">=1"}
 
 
 def test_hosts_that_differ_are_named() -> None:

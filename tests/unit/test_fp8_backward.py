@@ -36,7 +36,8 @@ def _forward(q, k, v, mask: Mask) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _gradients(q, k, v, dout, out, lse, row_max, mask: Mask, products: str) -> dict[str, torch.Tensor]:
-    run = Fp8ReferenceBackward(dout, q, out, lse, softmax_scale=q.shape[-1] ** -0.5, products=products, row_max=row_max)
+    options = {"softmax_scale": q.shape[-1] ** -0.5, "products": products, "row_max": row_max}
+    run = Fp8ReferenceBackward(dout, q, out, lse, num_kv_heads=k.shape[2], **options)
     dk, dv = (torch.zeros(x.shape) for x in (k, v))
     run.add(k, v, mask, dk, dv)
     return dict(zip(_NAMES, (run.finish(), dk, dv), strict=True))
@@ -94,7 +95,8 @@ def test_sets_of_keys_add_up(products):
     mask = Mask.band(256, 256, causal=True)
     state = _forward(q, k, v, mask)
     whole = _gradients(q, k, v, dout, *state, mask, products)
-    run = Fp8ReferenceBackward(dout, q, *state[:2], softmax_scale=0.125, products=products, row_max=state[2])
+    options = {"softmax_scale": 0.125, "products": products, "row_max": state[2]}
+    run = Fp8ReferenceBackward(dout, q, *state[:2], num_kv_heads=1, **options)
     dk, dv = torch.zeros(2, *k.shape)
     for start in (0, 128):
         keys = slice(start, start + 128)
@@ -145,8 +147,16 @@ def test_refusals(products, head_dim, deterministic, error, message):
     q = torch.zeros(1, 64, 1, head_dim, dtype=torch.bfloat16)
     with pytest.raises(error, match=message):
         Fp8ReferenceBackward(
-            q, q, q, torch.zeros(1, 1, 64), softmax_scale=1.0, products=products, deterministic=deterministic
-        )
+            q, q, q, torch.zeros(1, 1, 64), num_kv_heads=1, softmax_scale=1.0, products=products,
+            deterministic=deterministic,
+        )  # fmt: skip
+
+
+def test_other_heads_than_it_began_with_are_refused():
+    q, k = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 128, 1, 64)
+    run = Fp8ReferenceBackward(q, q, q, torch.zeros(1, 4, 128), num_kv_heads=2, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="must have the 2 heads with which the backward began, got 1; begin another"):
+        run.add(k, k, Mask.full(128, 128), k, k)
 
 
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.knobs import runtime
 
 import ringflash
 from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport import buffer, buffers, peer_memory
+from ringflash.comm.transport import buffer, buffers, lanes, peer_memory
 from ringflash.comm.transport.message_memory import MessageMemory
-from ringflash.comm.transport.peer_memory import SymmetricMemory
+from ringflash.comm.transport.peer_memory import BEGIN, SymmetricMemory
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.forward import host
@@ -67,16 +70,24 @@ def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
         buffer("kv", (4,), torch.float32, CPU)
 
 
+class Handle:
+    """Areas that all ranks have mapped."""
+
+    def barrier(self, channel: int, timeout_ms: int) -> None:
+        """Do nothing."""
+
+
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
     """The memory of a group of one, its areas on the CPU."""
-    from torch.distributed import _symmetric_memory
-
-    monkeypatch.setattr(_symmetric_memory, "empty", lambda size, dtype, device: torch.empty(size, dtype=dtype))
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(
+        _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
+    )
+    monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *_: Handle())
     monkeypatch.setattr(peer_memory, "gather", lambda group, said: [said])
     monkeypatch.setattr(peer_memory, "_check_locations", lambda locations: None)
     monkeypatch.setattr(peer_memory, "_location", lambda device: None)
+    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     return SymmetricMemory(mock.Mock(rank=lambda: 0), 1000)
@@ -103,6 +114,23 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
     for size in (32, 64):
         memory.reserve("kv", size)
     assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
+
+
+def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: SymmetricMemory) -> None:
+    """Its graph holds the address of their pad, whichever areas the calls between two replays have grown."""
+    for name, size in (("kv", 16), ("dkv", 16), ("kv", 32)):  # "dkv" is then the oldest area
+        memory.reserve(name, size)
+    used = []
+    with mock.patch.object(Handle, "barrier", lambda pad, *_: used.append(ref(pad))):
+        capture.on = True
+        memory.cached("forward", ("kv",), lambda: ["views"])
+        memory.barrier(BEGIN)
+        capture.on = False
+        memory.reserve("dkv", 64)
+        memory.reserve("kv", 64)
+        gc.collect()
+        memory.barrier(BEGIN)
+    assert used[0]() is not None and used[0]() is used[1]()
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -294,3 +322,26 @@ def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytes
     for now in (first, first, second, captured, second, alone, first):
         ring_call.order_streams(None if now is alone else group, device)
     assert [stream.waited for stream in streams] == [[second], [first], [], []]
+
+
+def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error: to wait for a stream outside of the capture would invalidate the capture and hide the error."""
+    waits: list[tuple[str, str]] = []
+
+    class Lane:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Any) -> None:
+            waits.append((self.name, other.name))
+
+    captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
+    memory = object.__new__(SymmetricMemory)
+    memory._lanes, memory._device, memory._known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
+    memory.join()
+    assert waits == [("caller", "pull"), ("pull", "caller")]
+    monkeypatch.setattr(cuda_graphs, "capturing", lambda _: False)
+    memory.join()
+    assert len(waits) == 2 + 4

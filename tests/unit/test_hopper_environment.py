@@ -24,12 +24,27 @@ def with_triton(release: str):
     return mock.patch.object(environment, "version", return_value=release)
 
 
-@pytest.mark.parametrize("release", ["3.5.1", "3.10.0", "4.0.0"])
-def test_other_triton_releases_are_refused_by_name(release: str) -> None:
-    with (
-        with_triton(release),
-        pytest.raises(RuntimeError, match=f"at least 3.6 and below 3.10 .* got {release}; install"),
-    ):
+@pytest.mark.parametrize(
+    ("release", "asked", "remedy"),
+    [
+        ("3.5.1", "", ", or use"),
+        ("3.5.1", "3.5", ", or use"),
+        ("3.10.0", "", ", set RINGFLASH_UNTESTED_TRITON=3.10 to try this one, or use"),
+        ("4.0.0", "3.10", ", set RINGFLASH_UNTESTED_TRITON=4.0 to try this one, or use"),
+    ],
+)
+def test_other_triton_releases_are_refused_by_name(
+    release: str, asked: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGFLASH_UNTESTED_TRITON", asked)
+    expected = rf"\(3.6 to 3.9\) .* got {release}; install such a release{remedy} impl='flash2'"
+    with with_triton(release), pytest.raises(RuntimeError, match=expected):
+        environment.check_environment()
+
+
+def test_a_newer_triton_is_tried_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGFLASH_UNTESTED_TRITON", "3.10")
+    with with_triton("3.10.0"):
         environment.check_environment()
 
 

@@ -59,18 +59,15 @@ def test_refuses_positions_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
-@pytest.mark.parametrize("kind", ["falcon", "gptj"])
-def test_refuses_classes_that_call_flash_attention(
-    kind: str, loaded_before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_classes_that_call_flash_attention(loaded_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers has none for our name, and code that it loaded before `register` takes flash-attention's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     huggingface.register()
     if loaded_before:
-        code = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        code = importlib.import_module("transformers.models.falcon.modeling_falcon")
         monkeypatch.setattr(code, "is_flash_attention_requested", lambda config: True, raising=False)
-    config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, rotary_dim=4)
+    config = AutoConfig.for_model("falcon", hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ValueError, match="ForCausalLM has only its own ones: use another model"):
         huggingface.set_group(AutoModelForCausalLM.from_config(deepcopy(config)), None)
     with pytest.raises((KeyError, NotImplementedError), match="ringflash|FlashAttention2, which would attend to each"):
@@ -326,10 +323,21 @@ def test_refuses_a_cache_with_content() -> None:
         model(**batch, past_key_values=cache)
 
 
-def test_refuses_a_cache_handed_to_attention() -> None:
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])  # "cache" from transformers 5.24 on
+def test_refuses_a_cache_handed_to_attention(name: str) -> None:
     x = torch.zeros(1, 4, LENGTH, 8)
-    error = find_static_error(torch.nn.Module(), x, x, 0.0, None, True, {"past_key_values": object()})
-    assert isinstance(error, NotImplementedError) and "past_key_values must not be given" in str(error)
+    error = find_static_error(torch.nn.Module(), x, x, 0.0, None, True, {name: object()})
+    assert isinstance(error, NotImplementedError)
+    assert f"{name} must not be given" in str(error) and "use_cache=False" in str(error)
+
+
+def test_refuses_caches_of_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4's positions travel as a cache, which transformers ignores under a name that it has given up."""
+    model = build("chunks")
+    attention = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, kv=None, **kwargs: None)
+    with pytest.raises(NotImplementedError, match=r"Llama4TextAttention must take a cache as one of .* 'kv'"):
+        huggingface.set_group(model, None)
 
 
 def test_refuses_blocks_of_tokens_that_see_one_another() -> None:

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import ringflash
 from ringflash.attention import operators, plan
 from ringflash.attention.api import attend
 from ringflash.attention.options import RingOptions
 from ringflash.comm import call_numbers
-from ringflash.memory.layers import keep_attention
+from ringflash.memory.layers import attention_kept
 from ringflash.sequence.layout import read_bounds
 from ringflash_kernels import reference
 from tests.helpers import dense
@@ -57,6 +57,25 @@ def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
     options = ("", True, 0.25, *OPTIONS, 7, return_lse, 8)
     results = torch.library.opcheck(operators.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
     assert set(results.values()) == {"SUCCESS"}
+
+
+def test_no_operator_is_put_into_graphs_of_inductor() -> None:
+    """They would hold our buffers in their pools, and replay the number of one call (`mode="reduce-overhead"`)."""
+    ours = [getattr(torch.ops.ringflash, name).default for name in ("ring_attention", "ring_attention_backward")]
+    found = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ringflash::")]
+    assert sorted(found) == sorted(op.name() for op in ours)
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in ours)
+
+
+def test_tables_are_made_on_the_host_by_any_default() -> None:
+    """A mode of the default device is off in an operator. Tables made on a GPU could be read before they are there."""
+    qkv, bounds = draw(), torch.tensor([0, 7, 16], dtype=torch.int32)
+    ones, found = torch.ones(1, 16, 4, 8, dtype=torch.float64), []
+    for default in (torch.device("meta"), torch.device("cpu")):
+        with default:
+            out, lse, *_, record = operators.ring_attention(*qkv, bounds, "", True, 0.25, *OPTIONS, 7, True, 8)
+            found.append([out, lse, record, *torch.autograd.grad(out, qkv, ones)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -120,13 +139,20 @@ def test_kernels_are_given_what_tma_can_address() -> None:
     assert q.data_ptr() % 16 and all(x.data_ptr() % 16 == 0 for x in given)
 
 
-def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
-    """Count the runs of the kernel's forward in a checkpointed step; return the step's results, too."""
+def forward_calls(**contexts: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    """Count the runs of the kernel's forward in a checkpointed step; return the step's results, too.
+
+    Its recomputation calls an operator that its forward does not, as ZeRO-3 does for parameters that it prefetched.
+    """
     layer, x = Layer(), torch.ones(1, 16, 32, dtype=torch.float64).cumsum(1) / 16
-    contexts = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
+    runs = []
+
+    def gathered(x: torch.Tensor) -> torch.Tensor:
+        runs.append(torch.zeros(1).cosh() if runs else None)
+        return layer(x)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=False, **contexts)
+        return checkpoint(gathered, x, use_reentrant=False, **contexts)
 
     with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
         got = results(layer, call, x)
@@ -134,8 +160,8 @@ def forward_calls(policy: Any) -> tuple[int, dict[str, torch.Tensor]]:
 
 
 def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
-    kept, got = forward_calls(keep_attention)
-    recomputed, want = forward_calls(None)
+    kept, got = forward_calls(context_fn=attention_kept)
+    recomputed, want = forward_calls()
     assert (kept, recomputed) == (1, 2)
     assert_close(got, want)
 
@@ -428,8 +454,7 @@ def test_the_backward_has_the_bounds_of_its_forward(way: str) -> None:
         return ringflash.ring_attention(*inputs, group=None, cu_seqlens=bounds)
 
     def kept(*inputs: torch.Tensor) -> Any:
-        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        return checkpoint(attend, *inputs, use_reentrant=False, context_fn=contexts)
+        return checkpoint(attend, *inputs, use_reentrant=False, context_fn=attention_kept)
 
     ways = {"compiled": torch.compile(attend, backend="aot_eager"), "checkpointed": kept}
     observed = profile_of_cpu() if way == "profiled" else nullcontext()

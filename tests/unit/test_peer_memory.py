@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,7 +35,7 @@ class Messages:
     """PointToPoint without NCCL."""
 
     def __init__(self, name: str, group: object) -> None:
-        self.name = name
+        self.name, self.whole = name, self
 
 
 NO_NCCL = mock.patch.object(transport, "PointToPoint", Messages)
@@ -97,7 +102,7 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
     group, memory = mock.Mock(_device_types=()), mock.Mock()
-    memory.return_value.reserve.side_effect = peer_memory.NoPeerMemory("pidfd_getfd: not permitted")
+    memory.side_effect = peer_memory.NoPeerMemory("pidfd_getfd: not permitted")
     patched = mock.patch.object(transport, "SymmetricMemory", memory)
     with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
         opened = transport.open_transport(transport.UNDECIDED, group)
@@ -110,7 +115,7 @@ class Part(Messages):
     num_posted, rank, group = 0, 0, mock.Mock(group_name="0")
 
     def among(self, members: tuple[int, ...]) -> Part:
-        self.members, self.whole = members, self
+        self.members = members
         return self
 
 
@@ -119,7 +124,7 @@ class Part(Messages):
 )
 def test_heads_travel_over_the_copy_engine_in_reach(problem: peer_memory.NoPeerMemory | None) -> None:
     group, memory = mock.Mock(_device_types=(), rank=lambda: 3), mock.Mock()
-    memory.return_value.reserve.side_effect = problem
+    memory.side_effect = problem
     warned: Any = pytest.warns(UserWarning, match="by messages of NCCL, since .* pidfd_getfd")
     with (
         mock.patch.object(transport, "SymmetricMemory", memory),
@@ -152,12 +157,136 @@ def test_each_host_is_checked() -> None:
         mock.patch.object(peer_memory, "_location", lambda _: None),
         mock.patch.object(peer_memory, "gather", lambda *_: places),
         mock.patch.object(peer_memory, "register_members", lambda _, members: (f"of {members}", None)),
+        mock.patch.object(peer_memory.cuda_graphs, "capturing", lambda _: False),
+        mock.patch.object(peer_memory.SymmetricMemory, "_count_exchanges"),
+        mock.patch.object(peer_memory.SymmetricMemory, "_map"),
+        mock.patch.object(peer_memory, "register_peers"),
     ):
         memory = peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
         assert (memory.rank, memory.members, memory._mapping[0]) == (1, (2, 3), "of (2, 3)")
         places[0][2] = ["gpu1"]
         with pytest.raises(peer_memory.OutOfReach, match=r"no access from ranks \[0\]"):
             peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
+
+
+class Process:
+    """A rank, in a thread, that maps memory as torch does: in two exchanges of keys, whose numbers it counts.
+
+    Args:
+        by_store: count by store, as torch 2.15 does, and not by process.
+        fails: sizes of the groups in which its mappings fail.
+    """
+
+    here = threading.local()
+    rounds = threading.Barrier(2, timeout=30)
+    answers: list[Any] = [None, None]
+
+    def __init__(self, rank: int, by_store: bool = False, fails: tuple[int, ...] = ()) -> None:
+        self.rank, self.by_store, self.count, self.of_group = rank, by_store, 0, Counter[str]()
+        self.fails = fails
+
+    def rendezvous(self, area: torch.Tensor, name: str) -> torch.Tensor:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        if group.size() in self.fails:
+            raise RuntimeError("too many open files")
+        store = group.get_group_store()
+        for _ in range(2):
+            number = self.of_group[name] if self.by_store else self.count
+            self.of_group[name] += 1
+            self.count += 1
+            store.set(f"CUDASymmetricMemory/{number}/{group.rank()}", "here")
+            store.wait([f"CUDASymmetricMemory/{number}/{rank}" for rank in range(group.size())])
+        return area
+
+    @classmethod
+    def gather(cls, group: object, said: object) -> list:
+        cls.answers[cls.here.process.rank] = said
+        cls.rounds.wait()
+        answers = cls.answers.copy()
+        cls.rounds.wait()
+        return answers
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Function that reserves an area on two ranks at once; it returns their errors."""
+    kind, here = peer_memory._SymmetricMemory, Process.here
+    monkeypatch.setattr(kind, "empty_strided_p2p", lambda size, *_: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(kind, "rendezvous", lambda *what: here.process.rendezvous(*what))
+    monkeypatch.setattr(kind, "get_backend", lambda _: "CUDA")
+    monkeypatch.setattr(peer_memory, "gather", Process.gather)
+    monkeypatch.setattr(peer_memory, "_check_locations", lambda _: None)
+    monkeypatch.setattr(peer_memory, "_location", lambda _: None)
+    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
+    monkeypatch.setattr(peer_memory.cuda_graphs, "capturing", lambda _: False)
+    for name in ("current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+
+    def reserve(ranks: list[Process], timeout_s: float = 30.0) -> list[Any]:
+        store = dist.HashStore()
+        store.set_timeout(timedelta(seconds=timeout_s))
+
+        def run(process: Process) -> Exception | None:
+            here.process = process
+            group = dist.ProcessGroup(store, process.rank, 2)
+            name = f"both {process.rank}"
+            torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+            try:
+                memory = peer_memory.SymmetricMemory(mock.Mock(rank=lambda: process.rank, group_name=name), 1000)
+                memory.reserve("kv", 16)
+                return None
+            except RuntimeError as error:
+                return error
+            finally:
+                torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(run, ranks))
+
+    return reserve
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 3, 7])
+def test_ranks_that_mapped_unequally_map_together(processes: Callable[..., list[Any]], ahead: int) -> None:
+    """Other groups of one rank grew more often, or another library mapped memory, of three exchanges with multicast."""
+    first, second = Process(0), Process(1)
+    second.count = ahead
+    assert processes([first, second]) == [None, None]
+    assert first.count == second.count
+
+
+def test_exchanges_that_torch_counts_by_store_are_equal(processes: Callable[..., list[Any]]) -> None:
+    ranks = [Process(rank, by_store=True) for rank in range(2)]
+    ranks[1].count = 7
+    assert processes(ranks) == [None, None]
+    assert ranks[1].count - 7 == ranks[0].count  # nothing was added
+
+
+def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[Any]]) -> None:
+    """Before the ranks map memory together, where the other one would wait."""
+    begun = [Process(0), Process(1, fails=(1, 2))]
+    for error in processes(begun):
+        assert isinstance(error, peer_memory.NoPeerMemory) and "{1: 'too many open files'}" in str(error)
+    assert begun[0].count == 2  # only its own
+
+
+def test_a_rank_that_fails_among_others_names_its_error(
+    processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is in the mapping still, and does not answer."""
+    silent = RuntimeError("some of the 2 ranks of the group did not join the call")
+
+    def gather(group: object, said: object) -> list:
+        if said == "too many open files":
+            Process.rounds.abort()
+            raise silent
+        return Process.gather(group, said)
+
+    monkeypatch.setattr(peer_memory, "gather", gather)
+    monkeypatch.setattr(Process, "rounds", threading.Barrier(2))
+    error = processes([Process(0), Process(1, fails=(2,))], 0.2)[1]
+    assert isinstance(error, peer_memory.NoPeerMemory) and "too many open files" in str(error)
+    assert error.__cause__ is silent
 
 
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
@@ -170,7 +299,7 @@ def test_barriers_give_up_after_the_watch_has_reported() -> None:
 def test_auto_hides_no_other_error() -> None:
     """A rank that does not answer, or a call that is captured before its first: not a matter of the transport."""
     memory = mock.Mock()
-    memory.return_value.reserve.side_effect = RuntimeError("no answer from some of 4 ranks")
+    memory.side_effect = RuntimeError("no answer from some of 4 ranks")
     group = mock.Mock(_device_types=())
     with mock.patch.object(transport, "SymmetricMemory", memory), pytest.raises(RuntimeError, match="no answer"):
         transport.open_transport(transport.UNDECIDED, group)

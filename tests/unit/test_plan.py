@@ -722,6 +722,9 @@ def test_command_says_whether_it_fits(plan: Plan, seqlen: str, status: int) -> N
     assert (needed <= said.said["machine"]["gpu"]["memory_bytes"]) is (status == 0)
     assert f"{needed / GIB:.2f}" in printed.out and ("It fits." in printed.out) is (status == 0)
     assert said.said["transport"] == "copy_engine" and "transport copy_engine" in printed.out
+    unmeasured = "no run over several hosts has been measured"
+    assert unmeasured not in printed.out
+    assert unmeasured in plan(QWEN3_8B, "--seqlen", seqlen, "--gpus", "16").out
 
 
 def test_the_remedies_are_flags_to_paste(plan: Plan) -> None:

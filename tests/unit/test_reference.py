@@ -82,7 +82,7 @@ def test_resumes_over_split_keys(cuts: tuple[int, ...]) -> None:
         keys, mask = slice(start, stop), Mask.of(12, stop - start, [Region(0, 12, 0, stop - start, None, -start)])
         acc, lse = attention_forward(q, k[:, keys], v[:, keys], impl="reference", mask=mask, acc=acc, out=acc, lse=lse)
         parts.append((keys, mask))
-    backward = begin_backward(dout, q, acc, lse, impl="reference", dlse=dlse)
+    backward = begin_backward(dout, q, acc, lse, impl="reference", num_kv_heads=k.shape[2], dlse=dlse)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for keys, mask in parts:
         backward.add(k[:, keys], v[:, keys], mask, dk[:, keys], dv[:, keys])
@@ -93,7 +93,7 @@ def test_dq_into_a_view() -> None:
     """The heads of a larger tensor are written, the others left."""
     q, k, v, dout, _ = draw()
     out, lse = attention_forward(q, k, v, impl="reference", causal=True)
-    backward = begin_backward(dout, q, out, lse, impl="reference")
+    backward = begin_backward(dout, q, out, lse, impl="reference", num_kv_heads=k.shape[2])
     backward.add(k, v, Mask.band(12, 12, causal=True), torch.zeros_like(k), torch.zeros_like(v))
     whole = torch.zeros(2, 12, 6, 16, dtype=q.dtype)
     assert torch.equal(backward.finish(whole[:, :, 1:5]), backward.finish())
@@ -168,7 +168,14 @@ def test_gradients_that_do_not_fit_are_refused(change: dict[str, Any], message: 
         attention_backward(**given, impl="reference")
     del given["k"], given["v"]
     with pytest.raises(ValueError, match=message):
-        begin_backward(**given, impl="reference")
+        begin_backward(**given, impl="reference", num_kv_heads=2)
+
+
+def test_kv_heads_that_do_not_divide_heads_are_refused() -> None:
+    q, _, _, dout, _ = draw()
+    message = r"num_heads must be a multiple of num_kv_heads \(3\), got 4; repeat heads of k and v"
+    with pytest.raises(ValueError, match=message):
+        begin_backward(dout, q, q, torch.zeros(2, 4, 12).double(), impl="reference", num_kv_heads=3)
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])

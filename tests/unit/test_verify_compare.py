@@ -71,6 +71,13 @@ def test_a_baseline_that_overflows_lets_nothing_pass() -> None:
         assert [(c.name, c.failed) for c in checks if c.failed] == [("layer outputs", ["layers.1"])]
 
 
+def test_logits_that_no_run_has_say_why() -> None:
+    seen = observation()
+    seen.logits = {}
+    (check,) = (c for c in compare(Runs(seen, seen, seen, NUM_CHUNKS, 1e-9)) if c.verdict == "not compared")
+    assert check.name == "logits" and check.note.startswith("computed only for transformers models")
+
+
 def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
     got = observation(torch.bfloat16)
     del got.gradients["w2"]

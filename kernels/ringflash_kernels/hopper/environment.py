@@ -8,21 +8,65 @@ import shutil
 import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
-FIRST_TRITON, END_TRITON = (3, 6), (3, 10)
+UNTESTED = "RINGFLASH_UNTESTED_TRITON"  # environment variable: the release, such as 3.10, to try untested
+
+
+class TritonRelease(NamedTuple):
+    """A release of triton that the kernels were tested with.
+
+    torch: the releases of torch that bring it.
+    tested: the tests of the kernels that passed on GPUs with it.
+    speed: of the kernels, relative to triton 3.6.
+    """
+
+    torch: str
+    tested: str
+    speed: str
+
+
+# docs/index.md has the same table; docs/decisions/0001-environment.md has the runs.
+TRITON_RELEASES = {
+    "3.6": TritonRelease("2.11", "all, on H100 and H200", "1: the documents' figures"),
+    "3.7": TritonRelease("2.12, 2.13", "backward and FP8, half of the forward, on an H100", "not measured"),
+    "3.8": TritonRelease("2.14", "all of bf16, most of fp16, on an H200", "0.89 to 1.04, FP8 0.95 to 1.09"),
+    "3.9": TritonRelease("2.15", "45 cases of every kernel, on an H100", "0.87 to 1.02, FP8 0.89 to 0.97"),
+}
+_OLDEST, _NEWEST = list(TRITON_RELEASES)[0], list(TRITON_RELEASES)[-1]
 
 
 @functools.cache
 def check_environment() -> None:
-    """Raise RuntimeError unless triton is a release that the kernels were verified on and has the compiler it needs."""
-    release = _triton_release()
-    if release is None or not FIRST_TRITON <= release < END_TRITON:
-        got = "none" if release is None else version("triton")
+    """Raise RuntimeError unless triton was tested with the kernels, or may be tried, and has the compiler it needs."""
+    release = triton_release()
+    if release not in TRITON_RELEASES and not _may_try(release):
+        newer = release is not None and _parts(release) > _parts(_NEWEST)
+        trial = f" set {UNTESTED}={release} to try this one," if newer else ""
         raise RuntimeError(
-            f"triton must be at least {_dotted(FIRST_TRITON)} and below {_dotted(END_TRITON)} for impl='hopper', "
-            f"got {got}; install such a release or use impl='flash2'."
+            f"triton must be a release that the kernels were tested with ({_OLDEST} to {_NEWEST}) for impl='hopper', "
+            f"got {'none' if release is None else version('triton')}; install such a release,{trial} or use "
+            "impl='flash2'."
         )
     _check_compiler()
+
+
+def triton_release() -> str | None:
+    """Return the installed release of triton, such as "3.6", or None if there is none."""
+    try:
+        return ".".join(version("triton").split(".")[:2])
+    except PackageNotFoundError:
+        return None
+
+
+def _may_try(release: str | None) -> bool:
+    """Return True for a release that is newer than those tested and that the user asks for by name."""
+    asked = os.environ.get(UNTESTED)
+    return release is not None and release == asked and _parts(release) > _parts(_NEWEST)
+
+
+def _parts(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))
 
 
 def _check_compiler() -> None:
@@ -39,14 +83,3 @@ def _check_compiler() -> None:
             f"triton {version('triton')} must find Python's C header to launch kernels, got no {header}; install "
             "python3-dev (python3-devel), or use impl='flash2'."
         )
-
-
-def _triton_release() -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in version("triton").split(".")[:2])
-    except PackageNotFoundError:
-        return None
-
-
-def _dotted(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))

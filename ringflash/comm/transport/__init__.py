@@ -2,6 +2,7 @@
 
 point_to_point   batches of sends and receives, over gloo or NCCL
 peer_memory      memory that all GPUs of a host map, and copies between them ("copy_engine")
+exchanges        torch's count of the exchanges that map memory, made equal on all ranks
 message_memory   the interface of peer_memory over messages
 lanes            CUDA streams and cached views, shared by both kinds of memory
 copies           many copies between GPUs with one driver call
@@ -56,7 +57,6 @@ __all__ = [
 ]
 
 _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
-_TRIAL_BYTES = 4096
 _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
@@ -121,6 +121,8 @@ def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     if known is None or known[0] is not group:  # a group that was destroyed may have had the same name
         _close_destroyed()
         known = _open[key] = (group, make())
+    if isinstance(messages := whole_transport(known[1]), PointToPoint):
+        messages.capture_checked = False
     return cast(T, known[1])
 
 
@@ -144,11 +146,8 @@ def _create_memory(group: dist.ProcessGroup, split: HostSplit | None = None) -> 
 def _decide(group: dist.ProcessGroup) -> str:
     """Return "copy_engine" or "nccl", the same on every rank, because all ranks raise the same errors."""
     try:
-        memory = open_transport("copy_engine", group)
-        assert not isinstance(memory, PointToPoint)
-        memory.reserve("kv", _TRIAL_BYTES)
+        open_transport("copy_engine", group)
     except NoPeerMemory as problem:
-        _open.pop(("copy_engine", group.group_name), None)
         _explain("transport 'auto' takes 'nccl'", problem)
         return "nccl"
     return "copy_engine"
@@ -166,9 +165,7 @@ def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.de
 
 def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
     try:
-        memory = _create_memory(group, split)
-        memory.reserve("heads", _TRIAL_BYTES)
-        return memory
+        return _create_memory(group, split)
     except NoPeerMemory as problem:
         _explain("heads are exchanged by messages of NCCL", problem)
         channel = open_transport("nccl", group)

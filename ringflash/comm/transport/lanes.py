@@ -98,10 +98,12 @@ class Lanes:
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
-        current = self._current()
-        for lane in self._lanes.values():
+        current, lanes = self._current(), list(self._lanes.values())
+        if cuda_graphs.capturing(self._device):  # waiting for a lane outside of the capture would invalidate it
+            lanes = [lane for lane in lanes if _is_captured(lane)]
+        for lane in lanes:
             current.wait_stream(lane)
-        for lane in self._lanes.values():
+        for lane in lanes:
             lane.wait_stream(current)
 
     def num_bytes(self) -> int:
@@ -119,3 +121,9 @@ class Lanes:
     def _current(self) -> torch.cuda.Stream:
         # With a torch.device as argument, or without any, torch's answer is several times slower.
         return torch.cuda.current_stream(self._device.index) if self._known is None else self._known
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Return True if a stream is part of a capture."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

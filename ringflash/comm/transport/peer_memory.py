@@ -18,15 +18,18 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
-from ringflash.comm.communicator import register_members
+from ringflash.comm.communicator import register_members, register_peers
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.copies import Copies
+from ringflash.comm.transport.exchanges import Exchanges
 from ringflash.comm.transport.lanes import Lanes, Marker, T
 
 BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
+_PAD_BYTES = 16  # the least that torch allocates, beside a pad of signals
 
 
 class NoPeerMemory(RuntimeError):
@@ -136,8 +139,9 @@ class SymmetricMemory(Lanes):
         # A copy has one destination: torch need not make a multicast object for every area. A value that is set stays.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
+        cuda_graphs.check_growth("pad", _PAD_BYTES, self._device)
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
-        self._handles: dict[str, torch.distributed._symmetric_memory._SymmetricMemory] = {}
+        self._handles: dict[str, _SymmetricMemory] = {}
         self._mapping: tuple[str, dist.ProcessGroup] = group.group_name, group  # the ranks that map one another's areas
         locations = gather(group, _location(self._device))
         for members in [tuple(range(len(locations)))] if split is None else split.hosts():
@@ -146,30 +150,59 @@ class SymmetricMemory(Lanes):
             self.members = split.host_of(group.rank())
             self.rank = self.members.index(group.rank())
             self._mapping = register_members(group, self.members)
+        # Barriers have a pad of their own: an area is freed when it grows, and graphs hold the address of the pad.
+        self._pad = self._map(_PAD_BYTES, self._count_exchanges())
+        register_peers(group, self._device)
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name in self._areas and self._areas[name].numel() >= num_bytes:
             return
         cuda_graphs.check_growth(name, num_bytes, self._device)
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         torch.cuda.synchronize(self._device)
-        gather(self.group, None)  # all ranks have finished reading the old area
+        catch_up = self._count_exchanges()  # all ranks have finished reading the old area
         captured, handle = self._retire(name), self._handles.pop(name, None)
         for memory in [*captured, handle] if captured else []:
             cuda_graphs.keep_alive(memory)
         del captured, handle
-        make = functools.partial(symmetric_memory.empty, num_bytes, dtype=torch.uint8, device=self._device)
-        area, problem = _allocate(make)
+        self._areas[name], self._handles[name] = self._map(num_bytes, catch_up)
+
+    def _count_exchanges(self) -> Callable[[], None]:
+        """Compare how many exchanges torch has counted; return the function that brings this rank to the most."""
+        exchanges, problem = _allocate(lambda: Exchanges(lambda: self._empty(_PAD_BYTES), self._device))
+        answers = gather(self.group, [problem, exchanges and exchanges.count])
+        _raise_together([said for said, _ in answers])
+        assert exchanges is not None
+        return functools.partial(exchanges.catch_up, max(count for _, count in answers))
+
+    def _map(self, num_bytes: int, catch_up: Callable[[], None]) -> tuple[torch.Tensor, _SymmetricMemory]:
+        """Allocate an area on every rank and map those of the others. A collective call."""
+
+        def allocate() -> torch.Tensor:
+            catch_up()
+            return self._empty(num_bytes)
+
+        area, problem = _allocate(allocate)
         _raise_together(gather(self.group, problem))
         assert area is not None
+        handle = None
         try:
-            handle = symmetric_memory.rendezvous(area, self._mapping[0])  # type: ignore[arg-type]
+            handle = _SymmetricMemory.rendezvous(area, self._mapping[0])
+            torch.cuda.synchronize(self._device)  # torch clears an area on a stream for which no other waits
         except RuntimeError as error:
-            handle, problem = None, str(error)[:500]
-        _raise_together(gather(self.group, problem))
+            problem = str(error)[:500]
+        try:
+            problems = gather(self.group, problem)
+        except RuntimeError as cause:  # the others may still wait in the mapping that this rank has left
+            if problem:
+                raise _no_memory({self.group.rank(): problem}) from cause
+            raise
+        _raise_together(problems)
         assert handle is not None
-        self._areas[name], self._handles[name] = area, handle
+        return area, handle
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        """Return new memory that other processes can map; not from a pool, whose blocks torch frees and reuses."""
+        return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if rank == self.rank:
@@ -194,7 +227,7 @@ class SymmetricMemory(Lanes):
         return move
 
     def barrier(self, channel: int) -> None:
-        self._pad.barrier(channel, self._timeout_ms)
+        self._pad[1].barrier(channel, self._timeout_ms)
         self.num_posted += 1
 
     def release(self) -> None:
@@ -204,14 +237,9 @@ class SymmetricMemory(Lanes):
         self._handles.clear()
         self._areas.clear()
 
-    @property
-    def _pad(self) -> torch.distributed._symmetric_memory._SymmetricMemory:
-        """Handle with the signal pad for barriers: that of the oldest area, the same on every rank."""
-        return next(iter(self._handles.values()))
 
-
-def _allocate(make: Callable[[], torch.Tensor]) -> tuple[torch.Tensor | None, str]:
-    """Return an area, or the driver's error after a second attempt with torch's cached blocks freed."""
+def _allocate(make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what `make` allocates, or the driver's error after a second attempt with torch's cached blocks freed."""
     problem = ""
     for last in (False, True):
         try:
@@ -253,7 +281,10 @@ def _check_locations(locations: list) -> None:
 def _raise_together(problems: list) -> None:
     failed = {rank: text for rank, text in enumerate(problems) if text}
     if failed:
-        raise NoPeerMemory(
-            f"symmetric memory must be allocated on every rank, got errors {failed}; free memory, or use "
-            "transport='nccl'."
-        )
+        raise _no_memory(failed)
+
+
+def _no_memory(failed: dict[int, str]) -> NoPeerMemory:
+    return NoPeerMemory(
+        f"symmetric memory must be allocated on every rank, got errors {failed}; free memory, or use transport='nccl'."
+    )

@@ -77,8 +77,10 @@ def check_capture() -> None:
     Raises:
         RuntimeError: expandable segments with NCCL_GRAPH_REGISTER on; the message has the remedy.
     """
-    segments = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in segments and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+    if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return
+    memory = torch.cuda.memory._snapshot()  # programs change the setting at run time
+    if memory["allocator_settings"]["expandable_segments"] or any(x["is_expandable"] for x in memory["segments"]):
         raise RuntimeError(
             "NCCL_GRAPH_REGISTER must be 0 to capture messages over NCCL with expandable segments, got "
             f"{os.environ.get('NCCL_GRAPH_REGISTER', 'nothing, which is 1')}; export NCCL_GRAPH_REGISTER=0 before the "
@@ -98,6 +100,7 @@ class PointToPoint:
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls
     members: tuple[int, ...] = ()  # ranks of the group that exchange messages; empty: all
+    capture_checked = False  # in the present call, since a look at the allocator takes milliseconds
     _whole: PointToPoint | None = None
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -153,8 +156,9 @@ class PointToPoint:
         if not todo:
             return Pending([])
         device = messages[0].tensor.device
-        if capturing(device):
+        if capturing(device) and not self.whole.capture_checked:
             check_capture()
+            self.whole.capture_checked = True
         self._channel._start_coalescing(device)
         for start, _ in todo:
             start()

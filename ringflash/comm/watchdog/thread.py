@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.communicator import finish_device, tell_user
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import PointToPoint, Transport, transport_name, whole_transport
@@ -61,7 +61,7 @@ class Watchdog:
         end: Callable[[float], None] | None = None,
     ) -> None:
         self.clock, self.pause = clock, pause
-        self.say, self.end = say or _say, end or _end
+        self.say, self.end = say or tell_user, end or _end
         self.stalled = ""  # the report
         self._watched: WeakKeyDictionary[Transport, WatchedGroup] = WeakKeyDictionary()
         self._events: dict[torch.device, HasEnded] = {}
@@ -108,7 +108,8 @@ class Watchdog:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop the thread before the interpreter shuts down, letting a report finish first."""
+        """Wait for the calls of the program, which has ended; then stop the thread, letting a report finish first."""
+        finish_device()
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
@@ -246,10 +247,6 @@ def _states(names: list[str], answers: dict[int, str], locations: dict[int, str]
 
 def _is_broken(transport: Transport) -> bool:
     return isinstance(transport, PointToPoint) and transport.is_broken()
-
-
-def _say(text: str) -> None:
-    print(f"ringflash: {text}", file=sys.__stderr__, flush=True)
 
 
 def _end(seconds: float) -> None:

@@ -19,7 +19,7 @@ PACKAGES = (
     "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "trl",
     "liger-kernel",
 )  # fmt: skip
-VARIABLES = ("NCCL_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
+VARIABLES = ("NCCL_", "RINGFLASH_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
 _TIMEOUT_S = 20
 
 

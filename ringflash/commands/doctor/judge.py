@@ -5,18 +5,25 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from ringflash.commands.doctor.facts import PACKAGES
+from ringflash_kernels.api import TRITON_RELEASES
 
 Facts = dict[str, Any]
 
 _CORE = ("torch", "triton")
+_PROJECT = Path(__file__).parents[3] / "pyproject.toml"  # of a clone
+NEWEST_TESTED = {  # on CPUs: by CI, but torch by hand
+    "torch": "2.15.0", "transformers": "5.24.0", "accelerate": "1.15.0", "trl": "1.16.0", "lightning": "2.6.6",
+    "pytorch-lightning": "2.6.6", "deepspeed": "0.19.8", "liger-kernel": "0.8.5",
+}  # fmt: skip
 _GIB = 1 << 30
 
 Level = Literal["ok", "warning", "fault"]
@@ -69,17 +76,37 @@ def versions(facts: Facts) -> Iterator[Finding]:
             yield ok(name, "not installed; needed only for what uses it")
         elif not allowed.contains(found, prereleases=True):
             yield fault(name, f"{found}, outside {allowed}", f"pip install '{name}{allowed}'")
+        elif name == "triton":
+            yield _triton(found)
+        elif name in NEWEST_TESTED and _minor(found) > _minor(NEWEST_TESTED[name]):
+            what = f"{found}, newer than {NEWEST_TESTED[name]}, the newest that was tested"
+            yield warning(name, what, "compare a run with one process: ringflash verify")
         else:
             yield ok(name, found)
 
 
+def _minor(found: str) -> tuple[int, ...]:
+    return Version(found).release[:2]
+
+
+def _triton(found: str) -> Finding:
+    """Say what was tested with a release of triton, and its speed. Only Hopper GPUs need it: see `gpus`."""
+    known = TRITON_RELEASES.get(".".join(found.split(".")[:2]))
+    if known is None:
+        return warning("triton", f"{found}, not tested with our kernels", f"use one of {', '.join(TRITON_RELEASES)}")
+    return ok("triton", f"{found}; tested on GPUs: {known.tested}; speed relative to 3.6: {known.speed}")
+
+
 def declared_ranges() -> dict[str, SpecifierSet]:
-    """Return the version ranges that the installed ringflash, or the clone it runs from, declares."""
-    try:
-        lines = requires("ringflash") or []
-    except PackageNotFoundError:
-        project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    """Return the version ranges that the clone it runs from, or the installed ringflash, declares.
+
+    The metadata of an editable installation are those of the day it was made, and not asked.
+    """
+    if _PROJECT.exists():
+        project = tomllib.loads(_PROJECT.read_text())["project"]
         lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
+    else:
+        lines = requires("ringflash") or []
     found = [Requirement(line) for line in lines]
     return {requirement.name: requirement.specifier for requirement in found if requirement.name in PACKAGES}
 

@@ -31,6 +31,7 @@ from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs,
 from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
 from ringflash.training.mesh import mesh_sizes
+from ringflash.training.overlays import lay_over
 from ringflash_kernels.api import IMPLS, check_fp8_backward, implementation, rounds
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -141,15 +142,6 @@ def read_recipe(paths: list[Path]) -> dict[str, Any]:
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ValueError(f"{path} must be a recipe, got {error}; see recipes/lightning.") from error
     return recipe
-
-
-def lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merge two recipes: values of `above` win, mappings are merged key by key."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        merged[key] = lay_over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
@@ -264,6 +256,8 @@ def _print(plan: dict[str, Any]) -> None:
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "
         f"MFU {100 * plan['mfu']:.0f}%{of_fp8} (attention's backward counts as twice its forward, recomputation not)"
     )
+    if machine["num_gpus"] > machine["gpus_per_host"]:
+        out.print("no run over several hosts has been measured: these times rest on assumed rates (docs/hosts.md)")
     if plan["host_memory_bytes"]:
         out.print(f"memory of a host for offloaded checkpoints: {plan['host_memory_bytes'] / GIB:.0f} GiB")
     if plan["network_bytes"]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ringflash_kernels.api import device_guard
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, check_products, check_row_max
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, check_num_kv_heads, check_products, check_row_max
 from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import HopRectangle, hop_of, row_tile
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
@@ -41,9 +41,11 @@ class Fp8Backward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
+        num_kv_heads: heads of the keys that `add` takes.
         row_max: as lse, the largest score of each row in natural units or a little more. Only for "fp8", in which P of
             long rows would otherwise round to 0.
     Raises:
+        ValueError, from `add`: another number of KV heads.
         NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
     """
 
@@ -54,6 +56,7 @@ class Fp8Backward:
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
+        num_kv_heads: int,
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
@@ -62,14 +65,15 @@ class Fp8Backward:
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
-        self.q, self.softmax_scale = q, softmax_scale
+        self.q, self.num_kv_heads, self.softmax_scale = q, num_kv_heads, softmax_scale
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         if products == "bf16":
             self._pass: _Dequantised | _Products = _Dequantised(
                 dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic
             )
         else:
-            self._pass = _Products(dout, q, out, lse, softmax_scale, dlse, products, row_max)
+            with device_guard(q.device):
+                self._pass = _Products(dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max)
 
     def add(
         self,
@@ -93,6 +97,7 @@ class Fp8Backward:
         Args:
             records: (batch, num_blocks, num_kv_heads, record_bytes) of `quantise_kv` for the backward.
         """
+        check_num_kv_heads(records, self.num_kv_heads)
         with device_guard(dk.device):
             self._pass.add(records, mask, dk, dv, accumulate)
 
@@ -154,6 +159,7 @@ class _Products(host.HopperBackward):
         q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
+        num_kv_heads: int,
         softmax_scale: float,
         dlse: torch.Tensor | None,
         products: str,
@@ -162,24 +168,17 @@ class _Products(host.HopperBackward):
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products = products
-        self._rows, self._largest_q = quantise_and_measure_q(q)
-        self._given = dout, out, lse, dlse, row_max if products == "fp8" and row_max is not None else lse
+        self._rows, largest_q = quantise_and_measure_q(q)
+        row_max = lse if products != "fp8" or row_max is None else row_max
+        rows, self.maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads)
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=products == "fp8")
+        self.stats, self.factor = self.operands.stats, self.operands.factor
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
-        self.dq = self.factor = None
-
-    def _prepare(self, num_kv_heads: int) -> None:
-        """Make the operands of the query side. Only the first keys tell how many query heads share a KV head."""
-        dout, out, lse, dlse, row_max = self._given
-        q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
-        rows, self.maxima, self.dq = statistics(dout, out, lse, dlse, row_max, self._largest_q, num_kv_heads)
-        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=self.products == "fp8")
-        self.stats, self.factor = self.operands.stats, self.operands.factor
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         """See `Fp8Backward.add_records`."""
-        if self.dq is None:
-            self._prepare(records.shape[2])
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
         # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.

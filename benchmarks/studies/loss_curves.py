@@ -1,6 +1,6 @@
 """Loss curves of a small model on real text for several numbers of ranks per sequence: they must coincide.
 
-    python -m benchmarks.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json] [recipe flags]
+    python -m benchmarks.studies.loss_curves [--sizes 1,2,4,8] [--again] [--steps 200] [--json results.json] [recipe flags]
 
 Trains recipes/lightning/quickstart.yaml once per context_parallel_size. On CPUs the model is smaller and entirely in
 fp64, so curves may differ only by the order of sums. On GPUs it is larger and in bf16-mixed, so curves may differ by
@@ -91,7 +91,7 @@ def train(size: int, steps: int, recipe_flags: list[str], out: Path) -> list[flo
     flags = {**FLAGS, **(ON_GPUS if cuda else SMALLER), "output_dir": out}
     flags |= {"trainer.max_steps": steps, "model.decay_steps": steps}
     if not cuda:
-        flags["trainer.plugins"] = "benchmarks.loss_curves.DoublePrecision"
+        flags["trainer.plugins"] = "benchmarks.studies.loss_curves.DoublePrecision"
     command = ["launch/local.sh", "recipes/lightning/quickstart.yaml", *recipe_flags]
     command += [f"--{key}={value}" for key, value in flags.items()]
     environment = {**os.environ, "NPROC": str(size), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}

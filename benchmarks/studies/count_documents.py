@@ -1,6 +1,6 @@
 """Count work, keys and messages of packed documents by layout, for 8 and 64 ranks: no GPU, no time.
 
-python benchmarks/count_documents.py --json benchmarks/results/documents.json
+python benchmarks/studies/count_documents.py --json benchmarks/results/documents.json
 
 "every document" cuts each document over all ranks in mirrored pairs, pads it to 2 * ranks tokens and passes whole
 shards round a ring, as Transformer Engine does for packed sequences; it is calculated.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe
-from benchmarks.fp8_layers import EXACT, Choice, forward, gradients
+from benchmarks.studies.fp8_layers import EXACT, Choice, forward, gradients
 from ringflash_kernels.fp8_reference import HEAD_DIMS
 
 SEQLEN, NUM_HEADS, NUM_KV_HEADS = 2048, 4, 2

@@ -1,7 +1,7 @@
 """Times of ring attention and of an FSDP2-like all-gather on another communicator, in turn and concurrently.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_beside.py [--transport nccl [--comm_sms 8]]
-    torchrun --nproc-per-node 2 benchmarks/bench_beside.py --toy                  (CPU, gloo: only tests the script)
+    torchrun --nproc-per-node 2 benchmarks/studies/bench_beside.py [--transport nccl [--comm_sms 8]]
+    torchrun --nproc-per-node 2 benchmarks/studies/bench_beside.py --toy                  (CPU, gloo: only tests the script)
 
 The time of both together is at best the longer of the two, and at worst, without any overlap, their sum.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402

@@ -28,9 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import fp8_layers
+from benchmarks.studies import fp8_layers
 from benchmarks.environment import describe
-from benchmarks.fp8_layers import Choice
+from benchmarks.studies.fp8_layers import Choice
 from recipes.lightning.text import SEPARATOR, VOCAB_SIZE, is_held_out, text_files
 
 CUDA = torch.cuda.is_available()

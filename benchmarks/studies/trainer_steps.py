@@ -1,6 +1,6 @@
 """Steps of transformers' Trainer over a ring of all ranks: by ringflash, and by Trainer's own context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/trainer_steps.py --seqlen 65536 --json trainer_2xh200.json
+    torchrun --nproc-per-node 2 benchmarks/studies/trainer_steps.py --seqlen 65536 --json trainer_2xh200.json
 
 A Llama of random weights, FSDP2, bf16, checkpointed layers, one sequence a step. The two take turns, each with a new
 model of the same weights; the first step of a turn is not timed. Where there is no GPU, a tiny model under DDP shows

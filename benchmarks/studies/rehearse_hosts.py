@@ -1,7 +1,7 @@
 """Rehearsal of two hosts on two GPUs: a rail of `by_host` over sockets, against the time that `ringflash plan` expects.
 
-    torchrun --nproc-per-node 2 benchmarks/rehearse_hosts.py [--json results.json]
-    torchrun --nproc-per-node 2 benchmarks/rehearse_hosts.py --toy            (CPU, gloo)
+    torchrun --nproc-per-node 2 benchmarks/studies/rehearse_hosts.py [--json results.json]
+    torchrun --nproc-per-node 2 benchmarks/studies/rehearse_hosts.py --toy            (CPU, gloo)
 
 Each GPU stands for one of the eight of a host, after the exchange of heads: it has the rows of the host and an eighth
 of the heads, and one GPU to talk to. NCCL may use sockets only, whose GB/s are measured first. They are slower than a
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 os.environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"}  # read when torch loads NCCL
 os.environ |= {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}  # three times as fast, so the run is shorter

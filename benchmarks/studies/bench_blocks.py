@@ -1,6 +1,6 @@
 """Time of one rank's kernels for a million tokens, in blocks of keys and by sections of heads; messages left out.
 
-    python benchmarks/bench_blocks.py [--json results.json]          (one Hopper GPU, half a minute)
+    python benchmarks/studies/bench_blocks.py [--json results.json]          (one Hopper GPU, half a minute)
 
 A call runs as it would over NCCL, with its copies and sums, but nothing is sent: K/V are random numbers. The first rank
 of a zigzag has the shortest rows for a kernel to work on: half of its tokens see all keys, the others few.
@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.environment import describe  # noqa: E402

@@ -1,0 +1,65 @@
+"""The number of exchanges in which this process has mapped memory, as torch counts them, made equal on all ranks.
+
+torch up to 2.14 counts them by process, and the number is part of the keys through which the ranks of a group find one
+another. After other groups of some ranks grew more often, or another library mapped memory on some ranks only, a rank
+would wait for keys that nobody sets (pytorch issue 196082). Later versions count by store: all ranks then have the
+same number here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
+
+_KEY = re.compile(r"CUDASymmetricMemory/(\d+)")
+_AT_ONCE = timedelta(milliseconds=1)
+_names = itertools.count()
+
+
+class Exchanges:
+    """Exchanges that torch has counted in this process.
+
+    They are measured by mapping memory of one's own. Its errors would also occur among several ranks, and leave the
+    others waiting, so it is a rehearsal, too.
+
+    Args:
+        allocate: returns a new area of a few bytes.
+        device: device of the area.
+    """
+
+    def __init__(self, allocate: Callable[[], torch.Tensor], device: torch.device) -> None:
+        self._allocate = allocate
+        self.count, self._step = 0, 1
+        if _SymmetricMemory.get_backend(device) == "CUDA":  # others exchange over the communicator of the group
+            store = dist.HashStore()
+            self._map(store)
+            numbers = {int(found[1]) for key in store.list_keys() if (found := _KEY.match(key))}
+            self.count, self._step = max(numbers) + 1, len(numbers)
+
+    def catch_up(self, count: int) -> None:
+        """Add exchanges, by mapping memory of one's own, until torch has counted as many as another rank's."""
+        while self.count + self._step <= count:
+            self._map(dist.HashStore())
+            self.count += self._step
+        while self.count < count:  # less than a mapping: begin one, which fails because it has no peer
+            store = dist.HashStore()
+            store.set_timeout(_AT_ONCE)
+            with suppress(dist.DistStoreError):
+                self._map(store, num_ranks=2)
+            self.count += 1
+
+    def _map(self, store: dist.Store, num_ranks: int = 1) -> None:
+        """Map memory as rank 0 of a group with this store."""
+        name, group = f"ringflash alone {next(_names)}", dist.ProcessGroup(store, 0, num_ranks)
+        torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+        try:
+            _SymmetricMemory.rendezvous(self._allocate(), name)
+        finally:
+            torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]

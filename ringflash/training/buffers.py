@@ -1,0 +1,85 @@
+"""Comparison of buffers that layers change in a training forward, such as statistics of their tokens.
+
+A layer that computes a buffer from its tokens (running statistics, a codebook, a bias that balances experts) would keep
+another one on each rank of a ring, since each has other tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringflash.comm import cuda_graphs
+from ringflash.comm.agreement import gather
+from ringflash.comm.group import Group, resolve
+
+INTERVAL = 16  # training forwards from one comparison to the next, after as many that are all compared
+
+
+class ChangedBuffers:
+    """Persistent buffers of a module that its training forwards change; others are caches or a rank's own counts."""
+
+    def __init__(self) -> None:
+        self._num_forwards = 0
+        self._before: dict[str, tuple[Tensor, int]] | None = None
+
+    def begin(self, module: nn.Module) -> None:
+        """Note the buffers at the start of a training forward, if this one will be compared."""
+        self._num_forwards += 1
+        due = self._num_forwards <= INTERVAL or self._num_forwards % INTERVAL == 0
+        self._before = {name: (x, x._version) for name, x in persistent_buffers(module)} if due else None
+
+    def end(self, module: nn.Module, group: Group) -> None:
+        """Compare the buffers that the forward has changed, by checksums; all ranks of the ring call this together.
+
+        Raises:
+            ValueError: a buffer differs between ranks; on every rank.
+        """
+        before, self._before, resolved = self._before, None, resolve(group)
+        now = dict(persistent_buffers(module))
+        if not before or resolved is None or any(cuda_graphs.capturing(x.device) for x in now.values()):
+            return
+        changed = sorted(name for name, x in now.items() if name not in before or _differ(before[name], x))
+        sums = {name: _checksum(now[name]) for name in changed}
+        if len(set(gather(resolved, zlib.crc32(str(sums).encode())))) == 1:
+            return
+        everywhere = sorted({name for names in _gather_objects(resolved, changed) for name in names})
+        mine = [_checksum(now[name]) if name in now else None for name in everywhere]
+        of_ranks = zip(*_gather_objects(resolved, mine), strict=True)
+        unequal = [name for name, found in zip(everywhere, of_ranks, strict=True) if len(set(found)) > 1]
+        if unequal:
+            raise ValueError(
+                "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
+                f"tokens, got different values of {', '.join(unequal[:3])}{' and others' * (len(unequal) > 3)}; sum "
+                "what they are computed from over the ring, by torch.distributed.all_reduce(counts, group=group) with "
+                "the ring's group (in Lightning self.trainer.strategy.cp_group), or register what is meant to differ "
+                "with persistent=False."
+            )
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint holds, by name, those of shared layers once."""
+    for prefix, layer in module.named_modules():
+        for name, x in layer._buffers.items():
+            if x is not None and name not in layer._non_persistent_buffers_set and not x.is_meta:
+                yield f"{prefix}.{name}" if prefix else name, x
+
+
+def _differ(before: tuple[Tensor, int], now: Tensor) -> bool:
+    return before[0] is not now or before[1] != now._version
+
+
+def _checksum(x: Tensor) -> int:
+    contents = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(contents.numpy().data, zlib.crc32(f"{x.dtype}{tuple(x.shape)}".encode()))
+
+
+def _gather_objects(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found

@@ -1,0 +1,187 @@
+"""FSDP2 units of which ranks use different parameters: lists of experts, modalities, layers that some tokens leave out.
+
+FSDP2 packs the gradients that a rank has. If ranks lack different ones, its reduce-scatter adds gradients of different
+parameters to one another; if they call units in different orders, its all-gathers pair different units. Both without
+an error. So, on all ranks of a group:
+
+    all-gather of a unit  the ranks compare its name first: on CPUs always, on GPUs unless what came before it was
+                          always followed by it
+    its reduce-scatter    the same; parameters without a gradient get zeros
+    end of a backward     the ranks compare the order of all units; zeros of parameters that no rank used are dropped
+                          again, since optimizers leave out parameters without a gradient
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ringflash.comm.agreement import gather
+from ringflash.comm.group import Group, resolve
+from ringflash.training.call_order import CallOrder
+
+_REMEDY = (
+    "shard the layer that calls it as one unit, so that its parts are gathered together, or call each unit on every "
+    "rank, on no tokens if it has none"
+)
+
+
+def align_units(module: nn.Module, group: Group) -> None:
+    """Let ranks use different parameters inside an FSDP2 unit, and refuse ranks that call different units.
+
+    Gradients are then those of one process: a parameter that only some ranks have used is averaged with zeros, and one
+    that no rank has used keeps no gradient. Wrapped modules, transformers models and Lightning's strategy do this
+    themselves, unless the mesh has two dims and not all ranks.
+
+    Args:
+        module: sharded by `fully_shard`; call this before the first forward.
+        group: all ranks over which the parameters are sharded or replicated.
+    Raises:
+        ValueError: later, in a forward or at the end of a backward, on every rank: ranks called different units.
+    """
+    if (resolved := resolve(group)) is not None:
+        UnitOrder(resolved).watch(module)
+
+
+@torch.compiler.disable(reason="it looks at FSDP2's state")
+def align_during_forward(module: nn.Module) -> None:
+    """Align the units in and around a module, which is in a forward; those that are aligned already stay so.
+
+    The group is that of the units' mesh, unless it has two dims and not all ranks, for which there is no single group.
+    """
+    orders: dict[Any, UnitOrder] = {}
+    for unit in _outermost_units(module):
+        state = unit._get_fsdp_state()
+        root = next((x for x in state._state_ctx.all_states if x._is_root), state)
+        mesh = next((part.mesh_info.mesh for x in (root, state) for part in _param_groups(x)), None)
+        if mesh is None or (mesh.ndim > 1 and mesh.size() != dist.get_world_size()):
+            continue
+        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+        order = orders.setdefault(group, UnitOrder(group))
+        order.watch(root._modules[0])
+        for label, running in order.labels.items():
+            if running._training_state.name == "FORWARD":
+                order.note_forward(label)
+
+
+def _outermost_units(module: nn.Module) -> list[Any]:
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [unit for child in module.children() for unit in _outermost_units(child)]
+
+
+class UnitOrder(CallOrder):
+    """The order in which units are called and reduced, of one or more outermost FSDP2 modules."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group, "FSDP2 unit", _REMEDY)
+        self._num_modules = 0
+        self.labels: dict[str, Any] = {}  # states of the units, by their names in errors
+        self._ran: set[str] = set()  # units with a forward for the next backwards
+        self._has_reduced = False  # since the last forward
+        self._used: dict[Any, bool] = {}  # reduced parameters: True if this rank or an earlier backward had a gradient
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch the units of an outermost FSDP2 module, once."""
+        if any(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values()):
+            return
+        root = f"{type(module).__name__.removeprefix('FSDP')} {self._num_modules}"
+        units: dict[str, Any] = {name: x for name, x in module.named_modules() if isinstance(x, FSDPModule)}
+        for name, unit in units.items():
+            state = unit._get_fsdp_state()
+            label = f"{root}, {name}" if name else root
+            self.labels[label] = state
+            unit.register_forward_pre_hook(_Forward(self, label))
+            _extend(state, "_root_post_backward_final_callback", after=self._end)
+            for part in _param_groups(state):
+                _extend(part, "unshard", before=partial(self.gather, label, part))
+                _extend(part, "post_backward", before=partial(self.reduce, label, part))
+        self._num_modules += 1
+
+    def note_forward(self, label: str) -> None:
+        """Note a forward, by which a unit takes part in the next backwards."""
+        if not torch.is_grad_enabled():
+            return
+        if self._has_reduced and torch._C._current_graph_task_id() == -1:  # not that of a checkpoint, in a backward
+            self._ran, self._has_reduced = set(), False
+        self._ran.add(label)
+
+    def gather(self, label: str, part: Any) -> None:
+        """Compare a unit that is about to be gathered, if it is not."""
+        if not part.is_unsharded and part._all_gather_result is None:
+            self.enter(label, part.device.type)
+
+    def reduce(self, label: str, part: Any) -> None:
+        """Give parameters of a unit zeros for gradients that this rank lacks, before they are reduced."""
+        gathered = [x for x in part.fsdp_params if hasattr(x, "_unsharded_param")]
+        trained = [x for x in gathered if x._unsharded_param.requires_grad]
+        if label not in self._ran or not part.reduce_grads or not trained:
+            return
+        self.enter(f"gradients of {label}", part.device.type)
+        kept = [x.unsharded_accumulated_grad for x in trained]
+        for x, accumulated in zip(trained, kept, strict=True):
+            used = accumulated is not None or x._unsharded_param.grad is not None
+            self._used[x] = used or self._used.get(x, x.sharded_param.grad is not None)
+            if used:
+                continue
+            if all(y is None for y in kept):
+                x._unsharded_param.grad = torch.zeros_like(x._unsharded_param)
+            else:  # in the dtype of gradients that earlier backwards have left unreduced
+                x.unsharded_accumulated_grad = torch.zeros_like(x._unsharded_param, dtype=part._reduce_dtype)
+
+    def _end(self) -> None:
+        """Compare the ranks after a backward, once the last outermost module has reduced its gradients."""
+        if any(state._state_ctx.post_backward_final_callback_queued for state in self.labels.values()):
+            return
+        used, self._used = self._used, {}
+        self._has_reduced = any(part.reduce_grads for state in self.labels.values() for part in _param_groups(state))
+        self.end()
+        if not used:
+            return
+        by_any_rank = torch.tensor(list(used.values()), dtype=torch.uint8)
+        if len(set(gather(self.group, zlib.crc32(bytes(used.values()))))) > 1:
+            by_any_rank = by_any_rank.to(next(iter(used)).device)
+            dist.all_reduce(by_any_rank, dist.ReduceOp.MAX, group=self.group)
+        for x, is_used in zip(used, by_any_rank.tolist(), strict=True):
+            if not is_used:
+                x.sharded_param.grad = None
+
+
+class _Forward:
+    """Forward pre-hook of a unit."""
+
+    def __init__(self, order: UnitOrder, label: str) -> None:
+        self._order, self._label = order, label
+
+    @torch.compiler.disable(reason="it notes names")
+    def __call__(self, unit: nn.Module, args: Any) -> None:
+        self._order.note_forward(self._label)
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of a unit, which torch 2.13 may have several of."""
+    one = getattr(state, "_fsdp_param_group", None)
+    return list(getattr(state, "_fsdp_param_groups", [] if one is None else [one]))
+
+
+def _extend(
+    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Let a method of one object call another function before or after it."""
+    original = getattr(owner, name)
+
+    def extended(*args: Any, **options: Any) -> None:
+        if before is not None:
+            before()
+        original(*args, **options)
+        if after is not None:
+            after()
+
+    setattr(owner, name, extended)
