@@ -265,9 +265,9 @@ def _maxima(count):
     row before the maxima of the other, for which they then wait (at head_dim 64 a kernel of 0.92 of the speed).
     """
     rows = [[f"${count + i}" for i in range(count) if i % 4 // 2 == row] for row in (0, 1)]
-    (a, *firsts), (b, *seconds) = rows
-    steps = " ".join(f"max.f32 a, a, {x}; max.f32 b, b, {y};" for x, y in zip(firsts, seconds, strict=True))
-    asm = f"{{ .reg .f32 a, b; mov.f32 a, {a}; mov.f32 b, {b}; {steps} mov.f32 $0, a; mov.f32 $2, b; }}"
+    pairs = list(zip(*rows, strict=True))
+    steps = " ".join(f"max.f32 a, a, {x}; max.f32 b, b, {y};" for x, y in pairs[1:])
+    asm = f"{{ .reg .f32 a, b; mov.f32 a, {pairs[0][0]}; mov.f32 b, {pairs[0][1]}; {steps} mov.f32 $0, a; mov.f32 $2, b; }}"
     return asm, ",".join(["=f"] * count + ["f"] * count)
 
 
