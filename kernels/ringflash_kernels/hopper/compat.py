@@ -264,10 +264,16 @@ def _maxima(count):
     Of the trees that triton makes from 3.8 on, one is finished before the other, and ptxas places exponentials of one
     row before the maxima of the other, for which they then wait (at head_dim 64 a kernel of 0.92 of the speed).
     """
-    rows = [[f"${count + i}" for i in range(count) if i % 4 // 2 == row] for row in (0, 1)]
-    pairs = list(zip(*rows, strict=True))
-    steps = " ".join(f"max.f32 a, a, {x}; max.f32 b, b, {y};" for x, y in pairs[1:])
-    asm = f"{{ .reg .f32 a, b; mov.f32 a, {pairs[0][0]}; mov.f32 b, {pairs[0][1]}; {steps} mov.f32 $0, a; mov.f32 $2, b; }}"
+    first, second = ([f"${count + i}" for i in range(count) if i % 4 // 2 == row] for row in (0, 1))
+    steps = " ".join(f"max.f32 a, a, {x}; max.f32 b, b, {y};" for x, y in zip(first[1:], second[1:], strict=True))
+    asm = f"""{{
+        .reg .f32 a, b;
+        mov.f32 a, {first[0]};
+        mov.f32 b, {second[0]};
+        {steps}
+        mov.f32 $0, a;
+        mov.f32 $2, b;
+    }}"""
     return asm, ",".join(["=f"] * count + ["f"] * count)
 
 
