@@ -144,7 +144,7 @@ class Program:
         return [frozenset(body) for body in bodies.values()]
 
     def _dominators(self) -> list[set[int]]:
-        """Blocks that every path from an entry to a block passes; blocks nobody jumps to are entries."""
+        """Blocks that every path from an entry to a block passes; blocks without a jump to them are entries."""
         count = len(self._blocks)
         predecessors: list[set[int]] = [set() for _ in range(count)]
         for block, following in enumerate(self._successors):

@@ -91,7 +91,7 @@ class _Results:
     """Compiled kernels by launch, waited for when they are asked for."""
 
     def __init__(self, launches: list[Launch]) -> None:
-        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested beside
+        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested at the same time
         self._stream = zip(launches, compile_all(launches, jobs), strict=True)
         self._ready: dict[str, Compiled] = {}
 
@@ -202,7 +202,7 @@ def _tiles(launch: Launch) -> QueryTiles:
 
 @_of([x for x in FORWARD if _overlaps(x)] + [x for x in QUERIES if _tiles(x).exp_under_dp])
 def test_exp_runs_under_products(launch, compiled):
-    """exp2 of one block comes before the wait for the products of the other, and that of dQ before the wait for dP."""
+    """exp2 of one block precedes the wait for the products of the other, and that of dQ the wait for dP."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 

@@ -166,7 +166,7 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    """Run the default partition here and every worker as a task of its own; return when all have ended."""
+    """Run the default partition here and every worker as a separate task; return when all have ended."""
     default = current_partition()
     block = default.block
     workers = []

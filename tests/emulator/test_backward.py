@@ -26,7 +26,7 @@ from tests.emulator.oracle import (
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
-_GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that nobody sees
+_GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that no query sees
 
 
 def _gradients(
@@ -89,14 +89,14 @@ def test_masks(mask, shape):
 )
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_gradients(mask, num_heads):
-    """dk and dv in the inputs' dtype overwrite what was there, also for keys that nobody sees."""
+    """dk and dv in the inputs' dtype overwrite what was there, also for keys that no query sees."""
     assert_close(*_gradients(mask, Shape(num_heads=num_heads), accumulate=False), num_chunks=_chunks(mask))
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_in_fp32(mask, num_heads):
-    """fp32 dk and dv that lie between one another are overwritten, also for keys that nobody sees."""
+    """fp32 dk and dv that lie between one another are overwritten, also for keys that no query sees."""
     got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
     assert got["dk"].dtype == got["dv"].dtype == torch.float32
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
@@ -359,7 +359,7 @@ FAULTS_IN_TURNS = {
 }
 
 
-# The same for dQ apart, and for the keys kernel beside it.
+# The same for the separate kernel of dQ, and for the kernel of keys that goes with it.
 FAULTS_APART = {
     "a partly masked block runs unmasked": (
         "backward.queries",
