@@ -1,6 +1,7 @@
 """ringflash plan: its counts against real models, its search against itself, its command. One process, no GPU.
 
-Memory and time are compared with steps that were measured, too, as the committed results have them (docs/measurements.md).
+Memory and time are compared with steps that were measured, too, as the committed results have them
+(docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -406,7 +407,9 @@ def test_the_page_compares_the_steps_with_the_plans_of_this_code() -> None:
         r"36": "all 36 layers of Qwen3-8B",
     }.items():
         compared = [re.findall(r"\(([+-]\d+)%\)", row) for row in rows.values() if re.match(rf"\| {kind}\b", row)]
-        ranges = (f"{min(map(int, column)):+d} to {max(map(int, column)):+d}%" for column in zip(*compared, strict=True))
+        ranges = (
+            f"{min(map(int, column)):+d} to {max(map(int, column)):+d}%" for column in zip(*compared, strict=True)
+        )
         rows[kind] = f"| {text} | {' | '.join(ranges)} |"
     missing = [row for row in rows.values() if row not in page]
     assert not missing, "\n".join(["put these rows into docs/measurements.md and plan.md", *rows.values()])
