@@ -72,7 +72,10 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
+    options = ModelRing(
+        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
+        fp8_backward=fp8_backward,
+    )  # fmt: skip
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -124,7 +127,7 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
             f"module must be the one that was wrapped, {state.root}, got its {state.name_of(module)}; pass the root."
         )
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
-    local = ModelRing(None, "contiguous")  # of any length
+    local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
         if isinstance(getattr(layer, "_ringflash", None), ModelRing):
             changes += [(layer, "_ringflash", local), (layer._ringflash_inputs, "options", local)]

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _NAMES = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
 
 def fill_new_memory() -> None:
     """Fill tensors with NaN when they are allocated, in this process from now on."""
+    _device_constructors()  # remembered: `with torch.device("meta")` must still know torch's own functions
     for owner, name in _NAMES:
         allocate = getattr(owner, name)
         if not hasattr(allocate, "__wrapped__"):

@@ -26,14 +26,14 @@ from ringflash import huggingface
 from ringflash.attention.gather_by_heads import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import with_mean_head_dim
+from ringflash.attention.inputs import CallShape
 from ringflash.attention.operands import Operands
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.sections import choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.transport import PeerMemory, buffers
+from ringflash.comm.transport import GroupAreas, buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
 from ringflash.commands.plan.command import visible_fraction
@@ -103,7 +103,7 @@ def small(family: str, **options: Any) -> dict[str, Any]:
 
 def peer_memory(rank: int, num_buffers: int) -> mock.Mock:
     """Return areas without memory, over which nothing moves."""
-    memory = mock.Mock(spec=PeerMemory, rank=rank, num_buffers=num_buffers)
+    memory = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
     memory.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     memory.cached.side_effect = lambda key, areas, make: make()
     memory.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
@@ -132,15 +132,14 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     )
     group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
     impl = "reference" if job.fp8_backward is None else "reference_fp8"
-    call = CallPlan(SequenceMask(job.seqlen), impl, "", name, 1.0, RingOptions(group))
-    memory, blocks = peer_memory(rank, turns), call.key_blocks(q, with_mean_head_dim(k, v), name)
+    call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
+    shape = CallShape.of(q, k, v)
+    memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
     operands = Operands.of(k, v, rounded=job.fp8_backward is not None, for_backward=True)
     keys = max(block.capacity for block in blocks)
 
     def gather() -> None:
-        for sections in choose_sections(
-            with_mean_head_dim(k, v).shape, model.num_heads, keys, operands.dtype, len(blocks)
-        ):
+        for sections in choose_sections(shape.kv, model.num_heads, keys, operands.dtype, len(blocks)):
             gathered = GatheredKV(memory, blocks, k, model.num_heads, sections, operands)
         GradientReturn(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
@@ -159,7 +158,7 @@ def exchanged_bytes(job: TrainingJob) -> int:
     )
     lse = torch.empty(1, model.num_heads, job.local_tokens, device="meta")
     rail: Any = SimpleNamespace(backward=lambda dout, dlse, q, k, v, *_: (q, k, v))
-    call = Ulysses(lambda q, k: rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
+    call = Ulysses(rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
 
     def exchange() -> None:
         grads = call.backward(q, None, q, k, k, q, lse)
