@@ -1,6 +1,7 @@
 """ringflash plan: its counts against real models, its search against itself, its command. One process, no GPU.
 
-Memory and time are compared with measured steps, too, as the committed results have them (docs/measurements.md).
+Memory and time are compared with steps that were measured, too, as the committed results have them
+(docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ def _is_settled(name: str, step: dict[str, Any]) -> bool:
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
-    """Return whether checkpoints left and came one at a time, with no other work at the same time, as they did once."""
+    """Return whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
     return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
 
 
@@ -347,7 +348,7 @@ def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
     if moment in ("the loss", "the last layer's backward") and _waited_for_copies(run):
-        planned -= layer_input_bytes(job)  # which waits for its copy, or arrives early
+        planned -= layer_input_bytes(job)  # which waits for its copy, or comes early
     return planned / GIB
 
 
@@ -474,7 +475,7 @@ def test_what_is_computed_again_takes_time_again() -> None:
 
 
 def test_what_is_there_at_each_moment() -> None:
-    """AdamW makes a tensor as large as the weights; gradients of earlier sequences are kept with the backward's."""
+    """AdamW makes a tensor as large as the weights; gradients of earlier sequences lie beside the backward's."""
     weights = JOB.model.parameters * 4 // 8
     name, parts = worst_moment(replace(JOB, seqlen=1 << 12, cp_size=2), HOST)
     assert name == "the optimizer's step" and sum(parts[x] for x in list(parts)[:3]) == 20 * weights
@@ -588,7 +589,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "options"), READ, ids=[family for family, _ in READ])
 def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any]) -> None:
-    """Parameters, what multiplies a token, windows; and what its layers keep, compared with a forward with numbers."""
+    """Parameters, what multiplies a token, windows; and, beside a forward with numbers, what its layers keep."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = small(family, **options)
@@ -888,7 +889,7 @@ def test_models_that_no_plan_counts_are_refused(plan: Plan, config: Any, options
 def test_status_1_is_a_finding_and_never_an_accident(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1 says that the job does not fit; Python's own status for an unexpected error is 1 as well."""
+    """1 says that the job does not fit; Python's own status for an error that nobody expected is 1 as well."""
     (tmp_path / "config.json").write_text("[1]")
     found = plan([str(tmp_path)], "--seqlen", "1k")
     assert found.status == 2 and "must be a transformers configuration" in found.err
@@ -921,7 +922,7 @@ def test_a_model_that_computes_all_experts_takes_their_time(plan: Plan) -> None:
     config = small("llama4_text", **dict(READ)["llama4_text"])
     job, printed = (plan(config, "--seqlen", "128k", *json) for json in (["--json"], []))
     model = job.said["job"]["model"]
-    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; the rest are rotary angles
+    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert job.said["job"]["visible_fraction"] == pytest.approx(chunked)
