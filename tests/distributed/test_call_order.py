@@ -18,6 +18,8 @@ import torch
 import ringflash
 from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, transport
+from ringflash.training import call_order
+from ringflash.training.call_order import CallOrder
 from tests.helpers import own_models as own
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
@@ -239,6 +241,20 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
             call(0.1)
     theirs = "call 6 (forward) of another layer or with other arguments"
     assert f"this rank in call 6 (forward), rank {1 - ctx.rank} in {theirs}; " in str(raised.value)
+
+
+def test_announced_gatherings_are_not_compared() -> None:
+    """On a GPU, after what has always been followed by the same one; the order is compared at the end."""
+    compared = mock.Mock()
+    with mock.patch.object(call_order, "agree", compared):
+        order = CallOrder(mock.Mock(), "unit", "call the same")
+        for device_type, names, seen in (("cuda", "ababac", "abac"), ("cuda", "abac", "abc"), ("cpu", "ab", "ab")):
+            for name in names:
+                order.enter(name, device_type)
+            order.end()
+            found = [call.args[1]["unit"] for call in compared.call_args_list]
+            assert found == [*seen, "none left"]
+            compared.reset_mock()
 
 
 @pytest.mark.parametrize("in_time", [True, False])
