@@ -200,3 +200,10 @@ def test_every_page_is_in_the_navigation() -> None:
     """The log's days are on its page."""
     listed = (ROOT / "mkdocs.yml").read_text() + re.sub(r"\]\(", "log/", (ROOT / "docs/log/README.md").read_text())
     assert [page.name for page in PAGES[2:] if f"{page.relative_to(ROOT / 'docs')}" not in listed] == []
+
+
+def test_log_headings_have_a_verdict() -> None:
+    """In brackets at their end; an entry that only describes how others were measured ends with "conditions"."""
+    days = [page for page in PAGES if page.match("docs/log/2*.md")]
+    headings = [x for page in days for x in re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)]
+    assert headings and [x for x in headings if not re.search(r" \([^()]+\)$|: conditions$", x)] == []
