@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-newest test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,11 +29,19 @@ test: test-cpu  ## Run the tests that need no GPU
 
 # Two tests at a time, of different files: much of a test is waiting for processes that start.
 CPU_TESTS = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
-	$(PYTEST) tests -m "not gpu and not multi_gpu" -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+EVERY_CPU_TEST = not gpu and not multi_gpu
+NEWEST_KERNELS = PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
+# One kernel for each path is compiled, and all if they, or their tests, differ from main's. Without git, all.
+AS_IN_MAIN = git diff --quiet "$$(git merge-base HEAD origin/main || git merge-base HEAD main)" -- kernels tests/compile
 
 test-cpu: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)
-	$(CPU_TESTS)
-	PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
+	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)$$( ($(AS_IN_MAIN)) 2>/dev/null && echo ' and not every_kernel')"
+	$(NEWEST_KERNELS)
+
+test-all: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)  ## Run the same, and compile every kernel
+	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
+	$(NEWEST_KERNELS)
 
 # In an environment that is made anew: torch first, which nothing that follows may replace.
 test-newest: override VENV := $(VENV)-newest
@@ -46,10 +54,10 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(PIP) --no-compile --no-deps --target $(VENV)/float8 torchao
 	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
 	$(VENV)/bin/python -m pip list
-	$(CPU_TESTS)
+	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
-	$(PYTEST) tests -m gpu
+	$(PYTEST) tests -m "gpu or every_kernel"
 
 test-multi-gpu: $(VENV)/.ready  ## Run the distributed tests on all GPUs
 	$(PYTEST) tests -m multi_gpu

@@ -12,7 +12,7 @@ The folder, lower layers first:
     loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
     wrap/, huggingface/, accelerate/, lightning/, deepspeed/, compat/   ring attention in your model and trainer
     training/, data/, memory/                                           meshes, token files, activation memory
-    verify/, oracle/, commands/                                         comparison with dense attention, commands
+    verify/, testing/, commands/                                        comparison with dense attention, commands
 """
 
 from importlib import import_module
@@ -27,14 +27,13 @@ from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
 from ringflash.training.gradients import average_gradients
+from ringflash.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from ringflash.huggingface.log_probs import log_probs
     from ringflash.training.fsdp_units import align_units
     from ringflash.wrap import disable_ring, wrap_attention
     from ringflash.wrap.check import check_wrapped
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Explanation",

@@ -31,14 +31,14 @@ from torch.profiler import record_function
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import with_mean_head_dim
+from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.transport import buffer, transport_name
+from ringflash.comm.transport.areas import GroupAreas
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import PeerMemory
 from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
@@ -62,7 +62,7 @@ class HeadGather:
     """
 
     blocks: tuple[Gathering, ...]
-    memory: PeerMemory
+    memory: GroupAreas
     impl: str
     softmax_scale: float
     deterministic: bool
@@ -107,7 +107,7 @@ class HeadGather:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
-            shape = with_mean_head_dim(k, v).shape
+            shape = KVShape.of(k, v)
             chosen = sections.choose_sections(shape, num_heads, keys, operands.dtype, len(self.blocks))
             return GatheredKV(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
 

@@ -12,14 +12,15 @@ from itertools import accumulate, pairwise
 import torch
 
 from ringflash.attention import sections
+from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering, Piece
 from ringflash.attention.sections import Unit, buffer_heads
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
+from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import BEGIN, PUBLISHED, PULLED, Incoming, Outgoing, PeerMemory
 from ringflash_kernels.api import publish, publish_records
 
 
@@ -43,7 +44,7 @@ class GatheredKV:
 
     def __init__(
         self,
-        memory: PeerMemory,
+        memory: GroupAreas,
         blocks: tuple[Gathering, ...],
         k: torch.Tensor,
         num_heads: int,
@@ -54,13 +55,11 @@ class GatheredKV:
         self.memory, self.blocks, self.device, self.heads = memory, blocks, k.device, heads
         batch, rows, num_kv_heads, _ = k.shape
         self.widths, self.line = operands.widths, sum(operands.widths)  # elements of a line of gradients
-        self.mean_shape = batch, rows, num_kv_heads, self.line // 2
+        self.shape = KVShape(batch, rows, num_kv_heads, self.line // 2)
         self.heads_per_kv_head = num_heads // num_kv_heads
         self.units = sections.order_units(len(heads), len(blocks))
         self.travelling = [index for index, unit in enumerate(self.units) if unit.transfer is not None]
-        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(
-            self.mean_shape, blocks[0].capacity, operands.dtype
-        )
+        self.buffered = len(blocks) > 1 or not sections.fits_unbuffered(self.shape, blocks[0].capacity, operands.dtype)
         self.area_lines = (rows if self.buffered else blocks[0].capacity) // operands.keys
         self._map_areas(k)
         slots = self._buffers(k) if self.buffered else self._own_slots()
@@ -278,7 +277,7 @@ def split_heads(
 
 
 def _number_and_kv(
-    memory: PeerMemory, owner: int, size: int, dtype: torch.dtype
+    memory: GroupAreas, owner: int, size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the number of the call and the K/V in a rank's area; None if the area cannot be mapped."""
     area = memory.view("kv", owner, (HEADER_BYTES + size * dtype.itemsize,), torch.uint8)

@@ -11,9 +11,9 @@ from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV, split_heads
 from ringflash.attention.schedule import Gathering, Reader
 from ringflash.attention.sections import Unit, buffer_heads
+from ringflash.comm.transport.areas import FREE, READY, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import FREE, READY, Incoming, Outgoing
 from ringflash_kernels.api import collect, state_dtype
 
 
@@ -36,7 +36,7 @@ class GradientReturn:
         if len(blocks) == 1:
             pairs, dtype = blocks[0].pairs, gathered.operands.dtype
             self.num_buffers = sections.choose_num_gradient_buffers(
-                gathered.mean_shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
+                gathered.shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
             )
         batches = sections.return_batches(len(self._units), self.num_buffers)
         self.batches = {batch[-1]: batch for batch in batches}  # by their last transfer

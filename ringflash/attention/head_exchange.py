@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
-from ringflash.comm.transport import PeerMemory, Transport, buffer
+from ringflash.comm.transport import GroupAreas, Transport, buffer
+from ringflash.comm.transport.areas import BEGIN, Incoming, Outgoing
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import BEGIN, Incoming, Outgoing
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash.sequence.layout import chunks_of_rank
@@ -63,7 +63,7 @@ class HeadExchange:
     """
 
     def __init__(
-        self, memory: PeerMemory, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
+        self, memory: GroupAreas, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
         number: CallNumber,
     ) -> None:  # fmt: skip
         self.memory, self.members, self.channel = memory, members, channel
@@ -140,7 +140,7 @@ class AllToAll:
     """
 
     def __init__(
-        self, memory: PeerMemory, size: int, area: str, num_chunks: int, parts: tuple[Share, ...], num_first: int,
+        self, memory: GroupAreas, size: int, area: str, num_chunks: int, parts: tuple[Share, ...], num_first: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.size, self.num_chunks, self.parts = size, num_chunks, parts
@@ -156,7 +156,7 @@ class AllToAll:
         self.moves = self._list_transfers(memory, areas, num_first)
 
     def _list_transfers(
-        self, memory: PeerMemory, areas: dict[int, Tensor | None], num_first: int
+        self, memory: GroupAreas, areas: dict[int, Tensor | None], num_first: int
     ) -> list[Callable[[], None]]:
         """List both transfers: that of the first tensors and the call numbers, and that of the other tensors."""
         rank, size = memory.rank, self.size

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ringflash.comm.call_numbers import HEADER_BYTES
-from ringflash.comm.transport import MessageMemory
+from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -81,7 +81,7 @@ def choose_blocks(
     pairs: int,
     num_steps: int,
     dtype: torch.dtype,
-    transport: str | None,
+    transport: str | Undecided | None,
 ) -> tuple[int, ...]:
     """Return the numbers of distances of each block of keys, as `schedule.plan_blocks` takes them.
 
@@ -205,7 +205,7 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pa
     """
     row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
     unbuffered = fits_unbuffered(shape, keys, dtype)
-    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.num_buffers))
+    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
     gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * returned_rows
     return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)

@@ -227,11 +227,11 @@ def _describe(word: int, own: CallNumber) -> str:
 
 def _compare(unread: _Unread) -> str:
     words = zip(unread.senders, unread.words.tolist(), strict=True)
-    theirs = [f"{_describe(word, unread.call)} on rank {rank}" for rank, word in words if word != unread.call.word]
+    theirs = [f"rank {rank} in {_describe(word, unread.call)}" for rank, word in words if word != unread.call.word]
     if not theirs:
         return ""
     return (
-        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank and "
-        f"{', '.join(theirs)}, so that their K/V were mixed; start again from the last checkpoint, and run the same "
-        "layers, forward and backward, in one order on every rank."
+        f"ranks were in different attention calls: this rank in call {unread.call}, "
+        f"{', '.join(theirs)}; their K/V were mixed, so results since then are wrong: restart from the last "
+        "checkpoint, and run the same layers, forward and backward, in the same order on every rank."
     )

@@ -1,4 +1,4 @@
-"""Every production kernel compiles for sm_90a to the code it was designed to be. CPU; about four minutes.
+"""Every production kernel compiles for sm_90a to the code it was designed to be. CPU.
 
 What is compiled is what the launchers launch (variants.py). The last tests show that the checks can fail.
 """
@@ -24,7 +24,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.known_spills import KNOWN_SPILLS
 from tests.compile.report import compile_all
-from tests.compile.sass import Loop, exp_within_turns, share_of_exp_before_last_wait
+from tests.compile.sass import Loop, exp_within_turns, products_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
 from tests.compile.variants import (
     dq_launch,
@@ -49,37 +49,49 @@ def _name(launch: Launch) -> str:
     return f"{launch.name} {launch.variant}"
 
 
-# One kernel for each path, which CI also compiles with the newest triton.
+# One kernel for each path through the code, as `make test` compiles them; the others have the mark `every_kernel`.
 OF_EACH_PATH = {
+    "forward_kernel hd64 bfloat16 band", "forward_kernel hd96 bfloat16 band", "forward_kernel hd128 bfloat16 bounds",
+    "forward_kernel hd128 bfloat16 band resume fp32 out", "forward_kernel hd192 bfloat16 band",
+    "forward_kernel hd256 bfloat16 band", "forward_kernel hd192/128 bfloat16 band",
+    "backward_keys hd64 bfloat16 band", "backward_keys hd96 bfloat16 band", "backward_keys hd128 bfloat16 bounds",
+    "backward_keys hd128 bfloat16 band store", "backward_wide hd256 bfloat16 band",
+    "backward_queries hd192 bfloat16 band", "backward_queries hd256 bfloat16 band second hop",
+    "_preprocess hd128 bfloat16 band", "_postprocess hd128 bfloat16 band", "forward_fp8 hd64 band",
+    "forward_fp8 hd128 bounds", "forward_fp8 hd128 band resume fp32 out", "forward_fp8 hd256 band",
+    "backward_keys_fp8 hd64 fp8 band", "backward_keys_fp8 hd128 fp8_scores bounds",
+    "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16",
+    "quantise_rows hd128 bfloat16", "quantise_rows hd128 bfloat16 dequantised", "quantise_records hd128 bfloat16",
+    "quantise_records hd128 bfloat16 to the peers", "_statistics hd128 fp8_scores band",
+    "_query_operands hd128 fp8 band", "_key_operands hd128 fp8 band", "_rotate_back hd128 fp8_scores band",
+}  # fmt: skip
+# A few more, which CI also compiles with the newest triton.
+WITH_NEWEST_TRITON = {
     "forward_kernel hd128 bfloat16 band", "backward_keys hd128 bfloat16 band",
     "backward_keys hd128 bfloat16 band deterministic", "backward_wide hd192/128 bfloat16 band store",
     "backward_queries hd192/128 bfloat16 band", "forward_fp8 hd128 band", "backward_keys_fp8 hd128 fp8 band",
     "_collect hd128 bfloat16 sum over ranks", "_publish hd128 bfloat16 to the peers",
 }  # fmt: skip
-assert {_name(x) for x in LAUNCHES} >= OF_EACH_PATH
+assert {_name(x) for x in LAUNCHES} >= OF_EACH_PATH | WITH_NEWEST_TRITON
+assert {x.name for x in LAUNCHES} == {name.split()[0] for name in OF_EACH_PATH | WITH_NEWEST_TRITON}
 
 
 def _of(launches: list[Launch]):
-    """One test for each kernel. CI has no time for all: `make test-gpu` runs the others."""
+    """One test for each kernel."""
     return pytest.mark.parametrize("launch", [pytest.param(x, id=_name(x), marks=_marks(x)) for x in launches])
 
 
 def _marks(launch: Launch) -> list[pytest.MarkDecorator]:
-    if _name(launch) in OF_EACH_PATH:
+    if _name(launch) in WITH_NEWEST_TRITON:
         return [pytest.mark.newest_triton]
-    return [] if _is_typical(launch) else [pytest.mark.gpu]
-
-
-def _is_typical(launch: Launch) -> bool:
-    words = launch.variant.split()
-    return words[0] == "hd128" or not {"bounds", "deterministic", "fp32"} & set(words)
+    return [] if _name(launch) in OF_EACH_PATH else [pytest.mark.every_kernel]
 
 
 class _Results:
     """Compiled kernels by launch, waited for when they are asked for."""
 
     def __init__(self, launches: list[Launch]) -> None:
-        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested beside
+        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested at the same time
         self._stream = zip(launches, compile_all(launches, jobs), strict=True)
         self._ready: dict[str, Compiled] = {}
 
@@ -171,6 +183,11 @@ def _overlaps(launch: Launch) -> bool:
     return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
+def _takes_turns(launch: Launch) -> bool:
+    """Return whether a forward's consumers are meant to issue their products in turns."""
+    return any(value.tiles.turns for value in launch.constants.values() if hasattr(value, "tiles"))
+
+
 def _unmasked_loops(launch: Launch) -> list[Loop]:
     return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
 
@@ -185,7 +202,7 @@ def _tiles(launch: Launch) -> QueryTiles:
 
 @_of([x for x in FORWARD if _overlaps(x)] + [x for x in QUERIES if _tiles(x).exp_under_dp])
 def test_exp_runs_under_products(launch, compiled):
-    """exp2 of one block comes before the wait for the products of the other, and that of dQ before the wait for dP."""
+    """exp2 of one block precedes the wait for the products of the other, and that of dQ the wait for dP."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
@@ -195,6 +212,22 @@ def test_exp_of_dq_is_out_of_turn(launch, compiled):
     """The other consumer may issue its products before this one computes exp2."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in FORWARD if launch.name == "forward_kernel" and _takes_turns(launch)])
+def test_products_are_issued_in_turns(launch, compiled):
+    """A consumer issues both products of a step before the other one may, and computes exp2 out of turn."""
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    assert loops and all(products_within_turns(loop) == loop.counts["HGMMA"] for loop in loops)
+    assert all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in BACKWARD if launch.name == "backward_keys"])
+def test_turn_is_passed_at_its_place(launch, compiled):
+    """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
+    after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]
+    passed = [exp_within_turns(loop) for loop in compiled[launch].program.loops if not loop.masked]
+    assert len(passed) == 2 and after <= min(passed) <= after + 6
 
 
 @pytest.fixture

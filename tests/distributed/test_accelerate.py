@@ -32,12 +32,7 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
         {"cp_size": 2, "dp_replicate_size": 2},
         {"save_strategy": "steps", "save_steps": 1},
     ),
-    "packed, windows": (
-        "qwen3_window",
-        True,
-        {"cp_size": 4},
-        {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
-    ),
+    "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
     "fsdp, adapted": ("llama adapted", True, {"cp_size": 4}, {"fsdp": True, "fsdp_config": LAYERS}),
@@ -53,8 +48,6 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp
     for rank, ring in enumerate(rings):
         assert len(ring["logged"]) == 4 and "eval_loss" in ring["logged"][-1]
         assert_alike(ring, one)
-        assert round(ring["eval_steps"]) == round(one["eval_steps"]) == 2
-        assert ring["flos"] in (one["flos"], None)
         assert rank > 0 or set(ring["parameters"]) == set(one["parameters"])
     if "save_steps" in options:  # one process goes on from the ring's first checkpoint
         (resumed,) = alone.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options, True)

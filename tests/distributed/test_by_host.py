@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
+from ringflash.attention.options import Algorithm
 from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
@@ -248,8 +249,11 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")),
         mock.patch.object(plan, "choose_transport", lambda *_: plan.UNDECIDED),
         mock.patch.object(
-            plan, "open_transport", lambda name, group: PointToPoint("gloo", group) if name != plan.UNDECIDED else None
+            plan,
+            "open_transport",
+            lambda name, group: PointToPoint("gloo", group) if name is not plan.UNDECIDED else None,
         ),
+        mock.patch.object(plan, "ring_over", lambda _: Algorithm.RING),
         mock.patch.object(plan, "transport_name", lambda channel: "gloo" if channel else "nccl"),
     ):
         before = ringflash.explain(x, x, x, group=ctx.group)
@@ -259,11 +263,11 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
 
 def test_auto_takes_by_host(pool: Pool) -> None:
     for before, (four, three) in pool.run(chosen_by_auto, ["a", "a", "b", "b"]):
-        assert "transport copy_engine, by_host or nccl (decided by the first call)" in before
-        assert "transport by_host (2 x 2 (hosts x GPUs))" in four
+        assert "algorithm gather or by_host, transport copy_engine or nccl (decided by the first call)" in before
+        assert "algorithm by_host, transport gloo (2 x 2 (hosts x GPUs))" in four
         assert "all-to-all of heads: 2 of 4 query heads of 16 rows of the host, 2 of 4 KV heads" in four
         assert "attention between ranks (" in four and "step 0: K/V of rank" in four
-        assert "transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
+        assert "algorithm ring, transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
     for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
         assert all("gloo (all hosts of the group must have the same number of ranks" in text for text in texts)
     for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
@@ -275,7 +279,8 @@ def test_auto_follows_a_mesh_on_cpus(ctx: Context) -> None:
     ctx = on_hosts(ctx, 2)
     ring_check.check(ctx, Case())
     x = torch.ones(1, 8, 4, 16)
-    assert str(ringflash.explain(x, x, x, group=ctx.group).transport) == "by_host"
+    explained = ringflash.explain(x, x, x, group=ctx.group)
+    assert (explained.algorithm, explained.transport) == ("by_host", "gloo")
 
 
 def test_hosts_from_names() -> None:

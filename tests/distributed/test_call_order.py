@@ -1,6 +1,6 @@
 """Ranks whose calls are not in one order: left out, swapped in the backward, or left by an error. 2 or 4 CPU processes.
 
-Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel beside K/V: over
+Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel with K/V: over
 emulated peer memory, and over messages by heads.
 """
 
@@ -47,14 +47,14 @@ def forgotten() -> Iterator[None]:
 
 @contextmanager
 def not_compared(memory: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Leave the ranks only the words beside K/V to learn about each other's calls."""
+    """Leave the ranks only the words sent with K/V to learn about each other's calls."""
     with forgotten(), memory():
         ringflash.set_agreement_check("never")
         yield
 
 
 def two_layers(ctx: Context) -> tuple[Call, Call]:
-    """Layers with values of their own and equal shapes."""
+    """Layers with different values and equal shapes."""
     torch.manual_seed(ctx.rank)
 
     def layer() -> Call:
@@ -72,7 +72,7 @@ def backwards_swapped(ctx: Context) -> None:
 
 
 def a_step_left(ctx: Context) -> None:
-    """Rank 0 has an error of its own between two layers, which its caller catches to go on with the next step."""
+    """Only rank 0 has an error between two layers, which its caller catches to go on with the next step."""
     first, second = two_layers(ctx)
     first()
     if ctx.rank:
@@ -92,7 +92,7 @@ def a_backward_left_out(ctx: Context) -> None:
 
 
 def other_layers(ctx: Context, bound: bool = False) -> None:
-    """Each rank leaves out another layer of a model of its own, as stochastic depth does with other seeds."""
+    """Each rank leaves out another layer of its model, as stochastic depth does with other seeds."""
     model = own.build(own.Model, **({"make": own.Bound} if bound else {"is_causal": True}))
     ringflash.wrap_attention(model, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
@@ -175,16 +175,16 @@ def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Cal
                 call()
             texts.add(str(raised.value))
     (text,) = texts
-    assert text.startswith("all ranks of the group must make their calls in one order, got call ")
+    assert text.startswith("ranks were in different attention calls: this rank in call ")
     if mistake is backwards_swapped:
         mine, other = (f"call 3 (backward of call {number})" for number in (1 + ctx.rank, 2 - ctx.rank))
-        assert f"{mine} on this rank and {other} on rank {1 - ctx.rank}, " in text
+        assert f"this rank in {mine}, rank {1 - ctx.rank} in {other}; " in text
     elif mistake is other_layers:
         mine, other = f"5 (forward of blocks.{1 - ctx.rank}.attn)", "5 (forward) of another layer"
-        assert f"call {mine} on this rank and call {other} or with other arguments on rank {1 - ctx.rank}, " in text
+        assert f"this rank in call {mine}, rank {1 - ctx.rank} in call {other} or with other arguments; " in text
     else:
         mine, other = ("3 (forward)", "3 (backward of call 2)")[:: 1 - 2 * ctx.rank]
-        assert f"call {mine} on this rank and call {other} on rank {1 - ctx.rank}, " in text
+        assert f"this rank in call {mine}, rank {1 - ctx.rank} in call {other}; " in text
 
 
 @pytest.mark.parametrize("memory", [copy_engine, messages_by_heads])
@@ -217,7 +217,7 @@ _agree = agreement.agree
 def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None:
     """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn.
 
-    It is found by the checksum beside its keys.
+    It is found by the checksum sent with its keys.
     """
     exchange = mock.Mock(side_effect=agreement._exchange)
     torch.manual_seed(ctx.rank)
@@ -240,7 +240,7 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
         with pytest.raises(RuntimeError) as raised:
             call(0.1)
     theirs = "call 6 (forward) of another layer or with other arguments"
-    assert f"call 6 (forward) on this rank and {theirs} on rank {1 - ctx.rank}, " in str(raised.value)
+    assert f"this rank in call 6 (forward), rank {1 - ctx.rank} in {theirs}; " in str(raised.value)
 
 
 def test_announced_gatherings_are_not_compared() -> None:
@@ -266,7 +266,7 @@ def test_words_of_a_failed_call(in_time: bool) -> None:
         call_numbers.expect(group, arrival, number, word, [1])
         raise MemoryError
     arrival.query.return_value = True
-    with pytest.raises(RuntimeError, match="got call 1 .* and call 2 .* on rank 1") if in_time else nullcontext():
+    with pytest.raises(RuntimeError, match="this rank in call 1 .*, rank 1 in call 2 ") if in_time else nullcontext():
         call_numbers.check(group, torch.device("cpu"))
 
 
@@ -327,6 +327,6 @@ def test_an_error_that_no_peer_hears_is_raised_on_its_rank(ctx: Context) -> None
 def test_versions_are_compared(ctx: Context) -> None:
     """Messages are as long as this version's constants say."""
     version = "0.0.9" if ctx.rank else ringflash.__version__
-    with forgotten(), mock.patch.object(agreement, "_version", lambda: version), pytest.raises(ValueError) as raised:
+    with forgotten(), mock.patch.object(agreement, "__version__", version), pytest.raises(ValueError) as raised:
         two_layers(ctx)[0]()
     assert f"got ringflash {ringflash.__version__} (rank 0), 0.0.9 (rank 1); install one version" in str(raised.value)

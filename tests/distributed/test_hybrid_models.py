@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra. One process runs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from copy import deepcopy
@@ -75,8 +76,13 @@ def test_loss_and_gradients_equal_one_process(
 
 
 def example_prints(ctx: Context) -> str:
-    code = example("docs/hybrid.md", "# hybrid.py")
-    for line in ('dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"):  # the pool has joined
+    """With the page's program, whose configuration is that of a hybrid model; the pool has joined."""
+    code = example("docs/huggingface.md", "# train.py")
+    code, count = re.subn(r"    config = LlamaConfig\(.*?\n    \)\n", "", code, flags=re.DOTALL)
+    assert count == 1
+    hybrid = example("docs/huggingface.md", "config = Qwen3NextConfig")
+    code = f"from transformers import Qwen3NextConfig\n{hybrid}\n{code}"
+    for line in ('dist.init_process_group("nccl" if cuda else "gloo")\n', "dist.destroy_process_group()\n"):
         assert line in code
         code = code.replace(line, "")
     with redirect_stdout(StringIO()) as printed:

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _NAMES = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
 
 def fill_new_memory() -> None:
     """Fill tensors with NaN when they are allocated, in this process from now on."""
+    _device_constructors()  # remembered: `with torch.device("meta")` must still know torch's own functions
     for owner, name in _NAMES:
         allocate = getattr(owner, name)
         if not hasattr(allocate, "__wrapped__"):
@@ -26,7 +28,7 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(allocate)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = allocate(*args, **kwargs)
-        if x.is_floating_point() and not torch.compiler.is_compiling():
+        if x.is_floating_point() and not x.is_meta and not torch.compiler.is_compiling():
             with torch.no_grad():
                 x.fill_(torch.nan)
         return x

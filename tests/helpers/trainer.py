@@ -123,15 +123,13 @@ def train(
     if not arguments.fsdp:  # for which accelerate wants an optimizer
         trainer.evaluate()
     trainer.train(f"{folder}/checkpoint-1" if resume else None)
-    speed = trainer.evaluate()
-    names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
+    trainer.evaluate()
+    names = "loss", "grad_norm", "eval_loss"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {
         "logged": [x for x in logged if x],
         "parameters": {k: x.clone() for k, x in saved.items()},
-        "eval_steps": speed["eval_steps_per_second"] * speed["eval_runtime"],
-        "flos": trainer.state.total_flos if packed or rings == 1 else None,  # rings pad their rows to other lengths
     }
 
 
@@ -203,7 +201,7 @@ def plain_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def tokenizer() -> Any:
-    """One token for each letter of "a" to "z" and a space; padding and the end are tokens of their own."""
+    """One token for each letter of "a" to "z" and a space; padding and the end are two more tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -282,7 +282,7 @@ def two_backwards(run: Run) -> None:
 
 
 def wrong_calls(run: Run) -> None:
-    """Refused on every rank, also if ranks differ, or one rank alone is wrong."""
+    """Refused on every rank, also if ranks differ, or only one rank is wrong."""
     model, config = nn.Linear(2, 2), config_of("zero1")
     first = dist.get_rank() == 0
     calls: list[tuple[str, dict[str, Any]]] = [

@@ -2,7 +2,7 @@
 
 The targets are CONTRIBUTING's, too. The install and one command run in a copy of the files and an environment of its
 own, which borrows what is installed here; the other commands run in this process and in forked ranks. `make train` and
-`make test` are expanded, not run: this is the latter, and the former's recipe has tests of its own. CPU, 2 processes.
+`make test` are expanded, not run: this is the latter, and the former's recipe is tested elsewhere. CPU, 2 processes.
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ def test_a_wheel_holds_recipes_and_launchers(newcomer: Newcomer) -> None:
 
 def test_targets_of_make(newcomer: Newcomer) -> None:
     targets = set(re.findall(r"make ([a-z-]+)", README + CONTRIBUTING))
-    assert targets == {"train", "test", "docs", "figures", "format", "lint", "test-gpu", "test-multi-gpu"}
+    tests = {"test", "test-all", "test-newest", "test-gpu", "test-multi-gpu"}
+    assert targets == {"train", "docs", "figures", "format", "lint", *tests}
     for target in sorted(targets):
         assert newcomer.types(f"make -n {target}")

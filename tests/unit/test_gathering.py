@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, gradient_return, sections
 from ringflash.attention.schedule import Gathering, active_steps, chunks_are_multiples, plan_blocks, plan_gather
-from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport import NcclGather, PointToPoint, buffers
+from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
@@ -150,9 +150,9 @@ def nearest_first(rank: int, owners: list[int]) -> None:
     assert owners == sorted(owners, key=lambda owner: (owner < rank, owner))
 
 
-def messages(rank: int, k: torch.Tensor) -> MessageMemory:
+def messages(rank: int, k: torch.Tensor) -> NcclGather:
     """The areas of a rank that sends nothing."""
-    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
+    return NcclGather(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
 def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A unit imports from the units before its own, and units of one line do not import each other.
 LAYERS = (
-    ("console", "checkpoint_checksums"),
+    ("console", "checkpoint_checksums", "version"),
     ("comm",),
     ("safe_files", "sequence"),
     ("attention", "recurrent"),
@@ -25,7 +25,7 @@ LAYERS = (
     ("lightning",),
     ("deepspeed",),
     ("accelerate",),
-    ("oracle",),
+    ("testing",),
     ("verify",),
     ("commands",),
 )

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash
 from ringflash.attention import operators, plan
 from ringflash.attention.api import attend
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
 from ringflash.sequence.layout import read_bounds
@@ -167,7 +167,7 @@ def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
 
 
 def test_a_profiler_sees_the_operators() -> None:
-    """Eager calls pass them by where nobody looks."""
+    """Eager calls pass them by unseen."""
     q, k, v = draw()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         ringflash.ring_attention(q, k, v, group=None).sum().backward()
@@ -187,7 +187,7 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
         with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
             ringflash.ring_attention(*draw(), group=None)
-        assert RingOptions(None, *attend.call_args.args[9:14]).deterministic == enabled
+        assert CallOptions(None, *attend.call_args.args[5:14]).deterministic == enabled
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -285,10 +285,20 @@ def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: st
 
 def test_explain_names_kernel_and_work() -> None:
     explained = ringflash.explain(*draw(), group=None)
-    assert (explained.impl, explained.transport, explained.cp_size) == ("reference", None, 1)
+    assert (explained.impl, explained.algorithm, explained.transport, explained.cp_size) == (
+        "reference",
+        "ring",
+        None,
+        1,
+    )
     assert explained.num_visible == 16 * 17 // 2
     assert "flash2 cannot take dtype torch.float64" in explained.impl_reason
     assert "136 visible pairs on this rank" in str(explained)
+    for options in ({"fp8_backward": "fp8"}, {"impl": "reference_fp8", "fp8_backward": "fp8", "deterministic": True}):
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            ringflash.ring_attention(*draw(), group=None, **options)
+        with pytest.raises(type(refusal.value), match=re.escape(str(refusal.value))):
+            ringflash.explain(*draw(), group=None, **options)
 
 
 def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,13 +327,13 @@ def test_a_group_of_an_earlier_world_is_refused() -> None:
     groups: list[Any] = []
     for refusal in (
         nullcontext(),
-        pytest.raises(RuntimeError, match="group must be a present .* one that was destroyed"),
+        pytest.raises(RuntimeError, match="has been destroyed; give the layer or model a group that still exists"),
     ):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         groups.append(torch.distributed.new_group([0]))
         try:
             with refusal:
-                attend(*draw(), RingOptions(groups[0]))
+                attend(*draw(), CallOptions(groups[0]))
         finally:
             torch.distributed.destroy_process_group()
     assert groups[0].group_name == groups[1].group_name
@@ -341,7 +351,7 @@ def test_a_problem_of_an_earlier_world_is_forgotten() -> None:
 
 def test_ranks_compare_the_kind_of_their_device() -> None:
     """In a group for CPUs and GPUs, a rank with tensors on a CPU would wait for messages over gloo."""
-    arguments = plan.CallArguments(True, 1.0, -1, -1, RingOptions())
+    arguments = CallOptions(softmax_scale=1.0)
     found = []
     for device in ("cpu", "meta"):
         q = torch.empty(1, 8, 2, 16, device=device)
@@ -368,7 +378,7 @@ def test_a_name_is_no_group() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_values_narrower_than_keys(compiled: bool) -> None:
-    """out, lse and gradients of values of 5 features beside keys of 8."""
+    """out, lse and gradients of values of 5 features for keys of 8."""
     q, k, v = draw()
     narrow = v.detach()[..., :5].requires_grad_()
     attend = ringflash.ring_attention
@@ -429,7 +439,7 @@ def test_shapes_alone() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1, 16, 2, 0)])
 def test_a_q_without_head_dim_is_refused_as_any_other(shape: tuple[int, ...]) -> None:
-    """Not by a ZeroDivisionError on this rank alone."""
+    """Not by a ZeroDivisionError on this rank only."""
     x = torch.ones(shape)
     with pytest.raises(ValueError, match=r"q must (be|not be)"):
         ringflash.ring_attention(x, x, x, group=None)

@@ -36,7 +36,7 @@ from ringflash_kernels.api import IMPLS, check_fp8_backward, implementation, rou
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
-    "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/memory.md)",
+    "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/plan.md)",
     "model.memory.offload_checkpoints": "keep checkpoints on the host",
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",
     "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",
