@@ -154,7 +154,7 @@ def _without_collecting_garbage() -> Iterator[None]:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin, by the disassembler that comes with Triton."""
+    """SASS of a cubin, by Triton's disassembler."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

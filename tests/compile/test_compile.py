@@ -24,7 +24,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.known_spills import KNOWN_SPILLS
 from tests.compile.report import compile_all
-from tests.compile.sass import Loop, exp_within_turns, share_of_exp_before_last_wait
+from tests.compile.sass import Loop, exp_within_turns, products_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
 from tests.compile.variants import (
     dq_launch,
@@ -91,7 +91,7 @@ class _Results:
     """Compiled kernels by launch, waited for when they are asked for."""
 
     def __init__(self, launches: list[Launch]) -> None:
-        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested beside
+        jobs = 1 if "PYTEST_XDIST_WORKER" in os.environ else None  # other files are tested at the same time
         self._stream = zip(launches, compile_all(launches, jobs), strict=True)
         self._ready: dict[str, Compiled] = {}
 
@@ -183,6 +183,11 @@ def _overlaps(launch: Launch) -> bool:
     return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
+def _takes_turns(launch: Launch) -> bool:
+    """Return whether a forward's consumers are meant to issue their products in turns."""
+    return any(value.tiles.turns for value in launch.constants.values() if hasattr(value, "tiles"))
+
+
 def _unmasked_loops(launch: Launch) -> list[Loop]:
     return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
 
@@ -197,7 +202,7 @@ def _tiles(launch: Launch) -> QueryTiles:
 
 @_of([x for x in FORWARD if _overlaps(x)] + [x for x in QUERIES if _tiles(x).exp_under_dp])
 def test_exp_runs_under_products(launch, compiled):
-    """exp2 of one block comes before the wait for the products of the other, and that of dQ before the wait for dP."""
+    """exp2 of one block precedes the wait for the products of the other, and that of dQ the wait for dP."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
@@ -207,6 +212,22 @@ def test_exp_of_dq_is_out_of_turn(launch, compiled):
     """The other consumer may issue its products before this one computes exp2."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in FORWARD if launch.name == "forward_kernel" and _takes_turns(launch)])
+def test_products_are_issued_in_turns(launch, compiled):
+    """A consumer issues both products of a step before the other one may, and computes exp2 out of turn."""
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    assert loops and all(products_within_turns(loop) == loop.counts["HGMMA"] for loop in loops)
+    assert all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in BACKWARD if launch.name == "backward_keys"])
+def test_turn_is_passed_at_its_place(launch, compiled):
+    """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
+    after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]
+    passed = [exp_within_turns(loop) for loop in compiled[launch].program.loops if not loop.masked]
+    assert len(passed) == 2 and after <= min(passed) <= after + 6
 
 
 @pytest.fixture

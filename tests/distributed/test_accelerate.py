@@ -65,7 +65,7 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name, changes", [("chunks", {}), *(("llama", x) for x in models.ROTATIONS.values())])
 @on_ranks(2)
 def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, changes: dict[str, Any]) -> None:
-    """Rows that are all padded, which become documents of one row, and a row of 21 tokens, which the layout pads.
+    """A row of 21 tokens, which the layout pads, and rows that are all padded, which become documents of one row.
 
     "chunks" is Llama 4, whose attention counts positions.
     """
@@ -74,8 +74,8 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
     ids = models.tokens(2)[:, :21]
     mask = torch.ones_like(ids)
     mask[:, 17:] = 0
-    for rows, shown in ((ids, mask), (ids[:1], torch.ones_like(mask[:1]))):
-        batch = {"input_ids": rows, "attention_mask": shown}
+    for rows, shown, positions in ((ids[:1], torch.ones_like(mask[:1]), torch.arange(21)[None]), (ids, mask, None)):
+        batch = {"input_ids": rows, "attention_mask": shown, "position_ids": positions}
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)

@@ -158,6 +158,12 @@ def test_shared_kv_heads() -> None:
     assert ulysses.shared_kv_heads(8, 32, 8) == tuple(range(8))
 
 
+def test_gradients_of_shared_heads_are_summed_in_fp32() -> None:
+    """In bf16 256 + 1 is 256."""
+    grad = torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16().view(1, 1, 4, 1)
+    assert ulysses._sum_shared(grad, (0, 0, 0, 0), 1).item() == 260
+
+
 @on_ranks(4)
 def test_low_precision_of_shared_heads(ctx: Context) -> None:
     """The gradients of one KV head are the sum of four ranks' or two."""
@@ -212,12 +218,12 @@ def test_each_key_enters_a_host_once(pool: Pool, case: Case) -> None:
 
 
 def from_names(ctx: Context, hosts: list[str]) -> list[str]:
-    """Errors of a call over a group that finds its hosts by itself, and of one with other heads."""
+    """Errors of a call over a group that finds its hosts, of one name, by itself, and of one with other heads."""
     texts = []
     group = torch.distributed.new_group(list(range(ctx.size)))
     for num_heads in (4, 6, 6):
         case = Case(num_heads=num_heads, transport="by_host")
-        with mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")):
+        with mock.patch("ringflash.comm.hosts.this_host", lambda: Host("image", hosts[ctx.rank])):
             try:
                 ring_check.check(ctx._replace(group=group), case)
                 texts.append("")

@@ -1,6 +1,6 @@
 """Ranks whose calls are not in one order: left out, swapped in the backward, or left by an error. 2 or 4 CPU processes.
 
-Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel beside K/V: over
+Over gloo the ranks compare every call. Where they do not, as on GPUs, the numbers of the calls travel with K/V: over
 emulated peer memory, and over messages by heads.
 """
 
@@ -18,6 +18,8 @@ import torch
 import ringflash
 from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, transport
+from ringflash.training import call_order
+from ringflash.training.call_order import CallOrder
 from tests.helpers import own_models as own
 from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
@@ -45,14 +47,14 @@ def forgotten() -> Iterator[None]:
 
 @contextmanager
 def not_compared(memory: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Leave the ranks only the words beside K/V to learn about each other's calls."""
+    """Leave the ranks only the words sent with K/V to learn about each other's calls."""
     with forgotten(), memory():
         ringflash.set_agreement_check("never")
         yield
 
 
 def two_layers(ctx: Context) -> tuple[Call, Call]:
-    """Layers with values of their own and equal shapes."""
+    """Layers with different values and equal shapes."""
     torch.manual_seed(ctx.rank)
 
     def layer() -> Call:
@@ -70,7 +72,7 @@ def backwards_swapped(ctx: Context) -> None:
 
 
 def a_step_left(ctx: Context) -> None:
-    """Rank 0 has an error of its own between two layers, which its caller catches to go on with the next step."""
+    """Only rank 0 has an error between two layers, which its caller catches to go on with the next step."""
     first, second = two_layers(ctx)
     first()
     if ctx.rank:
@@ -90,7 +92,7 @@ def a_backward_left_out(ctx: Context) -> None:
 
 
 def other_layers(ctx: Context, bound: bool = False) -> None:
-    """Each rank leaves out another layer of a model of its own, as stochastic depth does with other seeds."""
+    """Each rank leaves out another layer of its model, as stochastic depth does with other seeds."""
     model = own.build(own.Model, **({"make": own.Bound} if bound else {"is_causal": True}))
     ringflash.wrap_attention(model, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
@@ -215,7 +217,7 @@ _agree = agreement.agree
 def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None:
     """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn.
 
-    It is found by the checksum beside its keys.
+    It is found by the checksum sent with its keys.
     """
     exchange = mock.Mock(side_effect=agreement._exchange)
     torch.manual_seed(ctx.rank)
@@ -239,6 +241,20 @@ def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None
             call(0.1)
     theirs = "call 6 (forward) of another layer or with other arguments"
     assert f"this rank in call 6 (forward), rank {1 - ctx.rank} in {theirs}; " in str(raised.value)
+
+
+def test_announced_gatherings_are_not_compared() -> None:
+    """On a GPU, after what has always been followed by the same one; the order is compared at the end."""
+    compared = mock.Mock()
+    with mock.patch.object(call_order, "agree", compared):
+        order = CallOrder(mock.Mock(), "unit", "call the same")
+        for device_type, names, seen in (("cuda", "ababac", "abac"), ("cuda", "abac", "abc"), ("cpu", "ab", "ab")):
+            for name in names:
+                order.enter(name, device_type)
+            order.end()
+            found = [call.args[1]["unit"] for call in compared.call_args_list]
+            assert found == [*seen, "none left"]
+            compared.reset_mock()
 
 
 @pytest.mark.parametrize("in_time", [True, False])

@@ -153,7 +153,7 @@ KV_HEADS = 6
 @pytest.mark.parametrize("turns", [True, False])
 @on_ranks(3)
 def test_buffers_are_kept_counted_and_released(ctx: Context, turns: bool) -> None:
-    """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what comes.
+    """K/V: two heads of the sequence and a rank's own, or the whole sequence; gradients: two heads, and what arrives.
 
     After a call, a shorter one, their release, and a call again.
     """

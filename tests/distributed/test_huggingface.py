@@ -28,7 +28,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
         "first_k_dense_replace": 2,
     },
-    "gpt_oss": {  # sinks, and a balancing loss large beside the tokens'
+    "gpt_oss": {  # sinks, and a balancing loss large compared with the tokens'
         "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None,
         "output_router_logits": True, "router_aux_loss_coef": 2.0,
     },
@@ -105,7 +105,7 @@ def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, 
 @pytest.mark.parametrize("bounds", [None, (0, 11, 28)])
 @on_ranks(2)
 def test_padding_changes_nothing(ctx: Context, bounds: tuple[int, ...] | None) -> None:
-    """Loss and gradients of experts of whose tokens 4 are padding, beside one process without any.
+    """Loss and gradients of experts of whose tokens 4 are padding, against one process without any.
 
     On two ranks, of which one holds all of it.
     """
@@ -168,7 +168,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @on_ranks(2, 4)
 def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
-    """The last rank alone, or all ranks, err."""
+    """Only the last rank, or all ranks, err."""
     last, length = ctx.rank == ctx.size - 1, LENGTH // ctx.size
     other = fault == "another sequence on one rank" and last
     batch = huggingface.prepare_batch(tokens().flip(1) if other else tokens(), group=ctx.group)

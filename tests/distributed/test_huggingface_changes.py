@@ -119,7 +119,7 @@ def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str, ranks: tu
 
 @on_ranks(2)
 def test_a_loss_of_a_model_whose_decoder_was_given_the_group(ctx: Context) -> None:
-    """set_group may be called for the decoder alone, and for the group by another object."""
+    """set_group may be called for the decoder only, and for the group by another object."""
     whole, decoder = models.build(), models.build()
     huggingface.set_group(whole, ctx.group)
     huggingface.set_group(decoder.model, ctx.group)

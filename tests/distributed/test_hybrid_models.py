@@ -139,6 +139,13 @@ def _other_length(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     batch |= huggingface.prepare_batch(tokens()[:, : LENGTH - 8 * ctx.rank], group=ctx.group)
 
 
+def _other_documents(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
+    """The layout "balanced" follows them."""
+    huggingface.set_group(model, ctx.group, layout="balanced")
+    bounds = torch.tensor((0, 8 + 4 * ctx.rank, LENGTH), dtype=torch.int32)
+    batch |= huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=bounds, layout="balanced")
+
+
 def _other_layers(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     model.model.layers[1 + ctx.rank].forward = lambda x, *_, **__: x
 
@@ -147,6 +154,7 @@ def _other_layers(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     "change, message",
     [
         (_other_length, r"recurrent layer on \[1, 12, 16\] \(rank 0\), \[1, 8, 16\] \(rank 1\)"),
+        (_other_documents, r"cu_seqlens \d+ \(rank 0\), \d+ \(rank 1\)"),
         (_other_layers, "forward of Qwen3_5Attention 2.*forward of Qwen3_5GatedDeltaNet 1"),
     ],
 )

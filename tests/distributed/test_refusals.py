@@ -128,7 +128,7 @@ def test_an_error_in_any_letters_reaches_all_ranks(ctx: Context) -> None:
 
 @on_ranks(2, timeout_s=20)
 def test_a_call_of_gpus_is_compared_once(ctx: Context) -> None:
-    """All ranks make a call of a GPU's tensors, then the first rank makes it again, alone.
+    """All ranks make a call of a GPU's tensors, then only the first rank makes it again.
 
     Also where the group has gloo for CPUs: a host that waits for the others at every call holds its GPU up.
     """
@@ -138,7 +138,7 @@ def test_a_call_of_gpus_is_compared_once(ctx: Context) -> None:
 
 @on_ranks(2, timeout_s=20)
 def test_a_check_without_a_device_is_made_every_time(ctx: Context) -> None:
-    """Also over NCCL alone: a rank that remembers the check would go on, and the one in error wait for it."""
+    """Also over NCCL only: a rank that remembers the check would go on, and the one in error wait for it."""
     with mock.patch.object(ringflash.comm.agreement, "backend_of", lambda *_: "nccl"):
         ringflash.comm.agreement.agree(ctx.group, {"checkpoint": "one"})
         error = ValueError("damaged meanwhile") if ctx.rank == ctx.size - 1 else None

@@ -111,7 +111,7 @@ def test_more_baselines_hide_no_other_scale(pool: Pool, patch: str, drawn: int) 
 
 @pytest.mark.parametrize("fp8_backward", ["bf16", "fp8"])
 def test_a_right_training_in_fp8_passes(pool: Pool, fp8_backward: str) -> None:
-    """Limits are twice its own error on one device, and printed ones beside exact attention."""
+    """Limits are twice its own error on one device, and printed ones against exact attention."""
     passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right_in_fp8", fp8_backward, BOUNDS, size=2))
     assert passed, failed
 
@@ -269,7 +269,7 @@ def test_a_random_forward_is_refused(pool: Pool) -> None:
 
 
 def test_a_norm_over_tokens_is_refused_by_name(pool: Pool) -> None:
-    """At cp=1 alone it would be right; in fp64 it has no statistics to evaluate with."""
+    """At cp=1 only it would be right; in fp64 it has no statistics to evaluate with."""
     for text in pool.run(refused, "batch_norm", size=2):
         assert "norm must not be nn.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's own tokens;" in text
 
@@ -287,7 +287,7 @@ def test_a_wrapped_or_bare_model_passes(pool: Pool, plant: str) -> None:
 
 
 def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> None:
-    """A checkpoint in safetensors; its configuration alone; its first layer alone; experts, that round by the batch."""
+    """A checkpoint in safetensors; only its configuration; only its first layer; experts, that round by the batch."""
     from transformers import AutoConfig
 
     from tests.helpers.models import TINY, build

@@ -46,7 +46,7 @@ def ended() -> dict[tuple[str, int], Ended]:
     jobs["none", 1] = begun("none", size=2, timeout_s=60)
     jobs["dies while heads are exchanged", 1] = begun("dies", size=2, transport="ulysses")
     found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
-    assert jobs["raises", 1].ended[0] == 1  # waits for nobody
+    assert jobs["raises", 1].ended[0] == 1  # waits for no other rank
     return found
 
 

@@ -23,7 +23,7 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class SharedMemory:
-    """A view of shared memory: `data`, and beside it `unfenced`, non-zero where no proxy fence followed a write."""
+    """A view of shared memory: `data`, and `unfenced`, which is non-zero where no proxy fence followed a write."""
 
     def __init__(self, data: np.ndarray, unfenced: np.ndarray, dtype, layout, name: str) -> None:
         self.data, self.unfenced, self.dtype, self.layout, self.name = data, unfenced, dtype, layout, name
@@ -250,7 +250,7 @@ class Partition:
         if self.stores:
             raise EmulationError(f"{self.task.name} ends while a TMA store still reads shared memory")
         if self.mmas:
-            raise EmulationError(f"{self.task.name} ends with a wgmma that nobody waited for")
+            raise EmulationError(f"{self.task.name} ends with a wgmma that was not waited for")
 
 
 class Block:

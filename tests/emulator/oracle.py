@@ -23,7 +23,7 @@ MASKS = {
     "wide window": Mask.band(400, 500, causal=True, window_size=(290, 0)),
     "window to both sides": Mask.band(200, 260, window_size=(33, 60)),
     "one row": Mask.band(1, 131, causal=True),
-    "three keys": Mask.full(67, 3),  # one key alone has gradients of exactly 0, which leaves no error budget
+    "three keys": Mask.full(67, 3),  # a single key has gradients of exactly 0, which leaves no error budget
     "documents": Mask.documents([0, 5, 135, 136, 300]),
     "documents, not causal, window": Mask.documents([0, 100, 260], causal=False, window_size=(40, 10)),
     "a hop of halves": Mask.of(256, 256, [Region(0, 128, 0, 128, upper=0), Region(128, 256, 0, 256, upper=0)]),
@@ -38,7 +38,7 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes beside the mask's."""
+    """Sizes other than the mask's."""
 
     head_dim: int = 64
     num_heads: int = 2

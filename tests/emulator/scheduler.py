@@ -1,6 +1,6 @@
 """Cooperative scheduling of the partitions of resident thread blocks, in a seeded random order.
 
-One partition runs at a time, in a thread of its own. At every synchronising operation it may hand over to another
+One partition runs at a time, each in its thread. At every synchronising operation it may hand over to another
 partition, or let an asynchronous copy land. When no partition can go on and no copy is in flight, the
 kernel would hang on the device; the error says who waits for what.
 """

@@ -26,7 +26,7 @@ from tests.emulator.oracle import (
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
-_GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that nobody sees
+_GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that no query sees
 
 
 def _gradients(
@@ -89,14 +89,14 @@ def test_masks(mask, shape):
 )
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_gradients(mask, num_heads):
-    """dk and dv in the inputs' dtype overwrite what was there, also for keys that nobody sees."""
+    """dk and dv in the inputs' dtype overwrite what was there, also for keys that no query sees."""
     assert_close(*_gradients(mask, Shape(num_heads=num_heads), accumulate=False), num_chunks=_chunks(mask))
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_in_fp32(mask, num_heads):
-    """fp32 dk and dv that lie between one another are overwritten, also for keys that nobody sees."""
+    """fp32 dk and dv that lie between one another are overwritten, also for keys that no query sees."""
     got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
     assert got["dk"].dtype == got["dv"].dtype == torch.float32
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
@@ -350,7 +350,16 @@ FAULTS = {
 }
 
 
-# The same for dQ apart, and for the keys kernel beside it.
+# The same for the turns of two consumers.
+FAULTS_IN_TURNS = {
+    "the first turn is not passed": ("backward.keys", "    if W == 1:\n        pass_turn(step, W)\n", ""),
+    "a turn is not passed": ("backward.keys", "p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)", "pass"),
+    "a turn is passed to oneself": ("backward.keys", "sm.TURN_AFTER, 9 - W, 256", "sm.TURN_AFTER, 8 + W, 256"),
+    "the last turn is not taken": ("backward.keys", "if W == 0:\n        take_turn", "if W == 2:\n        take_turn"),
+}
+
+
+# The same for the separate kernel of dQ, and for the kernel of keys that goes with it.
 FAULTS_APART = {
     "a partly masked block runs unmasked": (
         "backward.queries",
@@ -411,6 +420,11 @@ def _assert_caught(fault: tuple[str, str, str], shape: Shape) -> None:
         assert_close(*_gradients(mask, shape, emulator=emulator, in_step=True))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize("fault", FAULTS_IN_TURNS.values(), ids=FAULTS_IN_TURNS.keys())
+def test_planted_faults_are_caught_in_turns(fault):
+    _assert_caught(fault, Shape(128))
 
 
 @pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())

@@ -1,4 +1,4 @@
-"""A job of ranks in processes of their own, one of which meets a fault in its rings, and what each rank leaves behind.
+"""A job of ranks in new processes, one of which meets a fault in its rings, and what each rank leaves behind.
 
     job = Job(2, transport="copy_engine", fault="dies", device="cuda")
     codes, texts = job.finish()

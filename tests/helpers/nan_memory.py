@@ -28,7 +28,7 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(allocate)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = allocate(*args, **kwargs)
-        if x.is_floating_point() and not torch.compiler.is_compiling():
+        if x.is_floating_point() and not x.is_meta and not torch.compiler.is_compiling():
             with torch.no_grad():
                 x.fill_(torch.nan)
         return x

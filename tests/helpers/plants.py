@@ -152,7 +152,7 @@ def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def gradients_not_averaged(group: Group) -> Training:
-    """DDP over a group of this rank alone."""
+    """DDP over a group of this rank only."""
     training = right(group)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     training.wrap = lambda module, _: ddp(module, alone)
@@ -347,7 +347,7 @@ def bare_on_own_shard(group: Group) -> Training:
 
 
 class HandWritten(nn.Module):
-    """A layer that attends by products of its own, to the rank's own tokens, before a projection."""
+    """A layer that computes attention itself, to the rank's own tokens, before a projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class Flat(HandWritten):
 
 
 def hand_written(group: Group) -> Training:
-    """An attention that no module of its own holds, and that knows of no ring."""
+    """An attention outside any module of attention, which knows of no ring."""
     with seeded(0):
         return Training(Layered(group))
 
@@ -401,7 +401,7 @@ def hand_written_in_the_model(group: Group) -> Training:
 
 
 class Listed(Bare):
-    """Its only list is one of embeddings, and the attention stands beside it; documents are dropped, at cp=1 too."""
+    """Its only list is one of embeddings, and the attention is outside it; documents are dropped, at cp=1 too."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)

@@ -13,7 +13,7 @@ from ringflash.data.format import HEADER, Header, write_json, write_shard
 
 
 def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
-    """A line for each text, beside another field."""
+    """A line for each text, which has another field, too."""
     path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
     return path
 

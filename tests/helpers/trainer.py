@@ -201,7 +201,7 @@ def plain_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def tokenizer() -> Any:
-    """One token for each letter of "a" to "z" and a space; padding and the end are tokens of their own."""
+    """One token for each letter of "a" to "z" and a space; padding and the end are two more tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

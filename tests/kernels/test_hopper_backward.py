@@ -40,7 +40,7 @@ MASKS = {
     "part of both": Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
     "documents": documents(1, 130, 64, 7, 300, 65),
     "full documents": documents(200, 3, 190, 120, causal=False),
-    "gap": Mask.of(300, 700, [Region(0, 150, 0, 100), Region(150, 300, 500, 633)]),  # whole tiles nobody sees
+    "gap": Mask.of(300, 700, [Region(0, 150, 0, 100), Region(150, 300, 500, 633)]),  # whole tiles that no query sees
     "chunks before all keys": Mask.of(
         256, 640, [Region(0, 128, 0, 320, upper=192), Region(128, 256, 0, 640, upper=384)]
     ),
@@ -281,7 +281,7 @@ def test_random_shapes(head_dim):
 
 
 def test_offsets_beyond_32_bits():
-    """The last head of a tensor of more than 2**32 elements equals the same head alone."""
+    """The last head of a tensor of more than 2**32 elements equals the same head in a tensor without the others."""
     seqlen, num_heads, head_dim = 1 << 20, 33, 128
     q, dout = (torch.empty(1, seqlen, num_heads, head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     rows = slice(seqlen - 512, seqlen)

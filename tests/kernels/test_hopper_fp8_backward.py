@@ -1,4 +1,4 @@
-"""The FP8 backward on one Hopper GPU: beside its specification, for every choice of products and head_dim, and where
+"""The FP8 backward on one Hopper GPU: against its specification, for every choice of products and head_dim, and where
 rows are too long for the specification to follow.
 """
 

@@ -1,4 +1,4 @@
-"""The implementations beside ours, on a GPU: flash2, and fa4 where flash-attn-4 is installed. Both passes against fp64.
+"""Other implementations than ours, on a GPU: flash2, and fa4 if flash-attn-4 is installed. Both passes against fp64.
 
 Their kernels are others' and are taken to be right; what is tested is how ours calls them: one call for each region of
 a mask, states and gradients merged, windows and document bounds in their terms.

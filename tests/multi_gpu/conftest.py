@@ -113,6 +113,6 @@ def table(setup: Setup, request: pytest.FixtureRequest) -> Iterator[Table]:
     path = request.config.getoption("--ratios", None)
     if path is not None:
         head = {**describe(), **setup._asdict(), "num_cases": len(table.cases)}
-        # Tables show each case of a short list only; thousands of lines that nobody reads are not kept.
+        # Tables show each case of a short list only; thousands of lines that are not read are not kept.
         cases = {"cases": table.cases} if len(table.cases) <= 50 else {}
         path.write_text(json.dumps({**head, "worst": table.worst(), **cases}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Errors of the ring beside those of one GPU, of other kernels, and of a ring that rounds what it passes on.
+"""Errors of the ring compared with those of one GPU, of other kernels, and of a ring that rounds what it passes on.
 
 All as parts of the one budget of the tolerance, by rank and chunk. The mean says more than the largest error, which is
 one element's luck: in the mean the ring must lose no more than one GPU with the same kernel does.

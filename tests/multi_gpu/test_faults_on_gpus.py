@@ -48,7 +48,7 @@ def ends(setup: Setup) -> Iterator[Ends]:
     }  # fmt: skip
     try:
         found = {which: job.finish(LIMIT_S) for which, job in jobs.items()}
-        assert jobs[FAULTS[0]].ended[0] == 1  # a rank that raised waits for nobody; seen from its start
+        assert jobs[FAULTS[0]].ended[0] == 1  # a rank that raised waits for no other; seen from its start
         yield found
     finally:
         for job in jobs.values():

@@ -38,7 +38,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Layer(NamedTuple):
-    """One attention: this rank's q, k, v and what comes back from its loss, and what is right."""
+    """One attention: this rank's q, k, v, the gradients from its loss, and what is right."""
 
     case: Case
     chunk: int
@@ -74,7 +74,7 @@ def layer(ctx: Context, case: Case, chunk: int, dtype: torch.dtype) -> Layer:
 
 
 def steps(ctx: Context, transport: str, setup: Setup) -> tuple[list[Ratio], bool]:
-    """Return what the tensors of all steps spend, and whether the collectives beside brought what they should."""
+    """Return what the tensors of all steps spend, and whether the other collectives brought what they should."""
     draw = random.Random(7)
     dtype, backend = getattr(torch, setup.dtype), setup.backend
     layers = [layer(ctx, suited(x, setup.impl), n, dtype) for x in CASES for n in CHUNKS[backend]]

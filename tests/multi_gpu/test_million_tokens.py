@@ -53,7 +53,7 @@ class Samples(NamedTuple):
         return self.k[:, kv], self.v[:, kv], kv
 
     def rows(self, dtype: torch.dtype, hidden: slice = slice(0)) -> dict[str, Tensor]:
-        """out, lse and dq of the sampled queries, eager in this dtype; `hidden` keys are seen by nobody."""
+        """out, lse and dq of the sampled queries, eager in this dtype; `hidden` keys are seen by no query."""
         unseen = torch.arange(len(self.k), device=self.k.device) > self.positions[:, None]
         unseen[:, hidden] = True
         heads = []

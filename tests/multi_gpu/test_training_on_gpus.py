@@ -1,4 +1,4 @@
-"""Training on GPUs: what the README offers, a step at a time, against the same step on one GPU alone. Two GPUs or more.
+"""Training on GPUs: what the README offers, a step at a time, against the same step on one GPU. Two GPUs or more.
 
 Lightning, a module of one's own, DeepSpeed and Liger, and what saves memory. A job for each, of processes of their
 own, since process groups and patched libraries stay; all at once on the same GPUs, since most of their time is

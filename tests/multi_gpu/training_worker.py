@@ -303,7 +303,7 @@ def offloading_changes_no_bit(task: Task) -> Found:
 
 
 def drawn(task: Task) -> Found:
-    """Parameters drawn on the ranks of a ring, and whole by this rank alone."""
+    """Parameters drawn on the ranks of a ring, and whole by this rank only."""
     module = CausalLM(task.config, seed=SEED)
     trained(task, module, "32-true", dist_size(), limit_train_batches=0)
     together = {name.removeprefix("model."): p.full_tensor() for name, p in module.named_parameters()}
@@ -319,7 +319,7 @@ def differences(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, fl
 
 
 def exposed(task: Task) -> Found:
-    """Losses of a run whose waits are measured, and of one that nobody watches."""
+    """Losses of a run whose waits are measured, and of one that is not watched."""
 
     def losses(*callbacks: lightning.Callback) -> list[dict[str, float]]:
         module = CausalLM(task.config, seed=SEED)
@@ -408,7 +408,7 @@ def memory_parts(task: Task) -> dict[str, Callable[[], Found]]:
 
 
 def liger_parts(task: Task) -> dict[str, Callable[[], Found]]:
-    """In processes of their own: Liger changes transformers for all models that come after."""
+    """In new processes: Liger changes transformers for all models that come after."""
     return {"bf16-mixed liger": partial(compared, task, "bf16-mixed", dist_size(), Memory(liger=True))}
 
 
@@ -465,7 +465,7 @@ def write(found: dict[str, Found], file: Path) -> None:
 
 
 def all_have_ended(task: Task, name: str) -> bool:
-    """Return whether every rank comes to the end of a part soon."""
+    """Return whether every rank reaches the end of a part soon."""
     files = [Path(task.out, f"{rank}.json") for rank in range(dist_size())]
     deadline = time.monotonic() + GRACE_S
     while time.monotonic() < deadline:

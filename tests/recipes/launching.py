@@ -42,7 +42,7 @@ def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environmen
     """Output of a command run in the repository's root on the CPU, stdout and stderr together.
 
     Args:
-        environment: variables beside the caller's.
+        environment: variables added to the caller's.
     Raises:
         AssertionError: exit status other than 0, or no end in time; with the output.
     """
@@ -76,7 +76,7 @@ class Ranks:
         program: a script, or the name of a module.
         ranks_per_host: as if from so many ranks on there were another host; default all on one.
         processes: how they begin; default forked with the imports already done (tests/helpers/forked.py), on the CPU.
-        environment: variables beside the caller's.
+        environment: variables added to the caller's.
     """
 
     def __init__(

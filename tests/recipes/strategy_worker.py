@@ -307,7 +307,7 @@ class Probe(lightning.Callback):
 
 
 class Curve(Logger):
-    """A logger that says where its results lie as W&B's does, by save_dir alone; it keeps none."""
+    """A logger that says where its results are as W&B's does, by save_dir only; it keeps none."""
 
     name, version, save_dir = "curve", 0, "curve"  # type: ignore[assignment]
 
@@ -331,8 +331,8 @@ class Losses(lightning.Callback):
 def progress(run: Run) -> None:
     """Tokens are counted with the time they took, and a loss is that of both batches of a step.
 
-    An evaluation comes in the middle of the second step: the time is counted anew. The sanity check takes half of the
-    sequences, whose losses are not shown beside those of all.
+    An evaluation is in the middle of the second step: the time is counted anew. The sanity check takes half of the
+    sequences, whose losses are not shown with those of all.
     """
     clock, recorder, losses, lines = Clock(), Recorder(), Losses(), Progress(every_n_steps=1)
     progress_module.time = clock  # type: ignore[assignment]

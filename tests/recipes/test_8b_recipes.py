@@ -155,7 +155,7 @@ def test_overlays_combine_in_training_as_in_plan(
     overlays: list[str],
     changed: dict[str, Any] | None,
 ) -> None:
-    """Mappings are merged, but the keys beside a checkpoint are changes of its config.json."""
+    """Mappings are merged, but the keys next to a checkpoint are changes of its config.json."""
     paths = [FOLDER / "qwen3_8b_pretrain.yaml"]
     for number, overlay in enumerate(overlays):
         paths.append(tmp_path / f"{number}.yaml" if ":" in overlay else FOLDER / f"{overlay}.yaml")

@@ -1,4 +1,4 @@
-"""Checkpoints written beside the training: overlap, failed writes, the same name twice, the last two kept, no pickles.
+"""Checkpoints written during training: overlap, failed writes, the same name twice, the last two kept, no pickles.
 
 Two gloo processes on the CPU do all runs (checkpoint_worker.py, which says what each part shows).
 Crashes and resuming are in test_launch_recovery.py and test_lightning_recipes.py.

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO 0 to 3 on data x context ranks against one process: gradients, weights, clipping, refusals.
 
 Launches of two (1 x 2) and four (2 x 2) gloo processes on the CPU do all runs (deepspeed_worker.py, which says what
-each part shows), each with a folder of its own for what DeepSpeed compiles: nothing. Needs the deepspeed extra.
+each part shows), each with a new folder for what DeepSpeed compiles: nothing. Needs the deepspeed extra.
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ def test_on_ranks(launches: dict[int, list[dict[str, str]]], num_ranks: int, par
 
 
 def test_nothing_is_compiled(compiled: Path) -> None:
-    """DeepSpeed alone compiles an operator when processes join, and needs g++ for it."""
+    """DeepSpeed without ringflash compiles an operator when processes join, and needs g++ for it."""
     assert list(compiled.iterdir()) == []

@@ -79,7 +79,7 @@ def test_newest_checkpoint_is_found(folder: Path, quickstart: tuple[str, dict[in
 
 
 def test_every_config_is_commented() -> None:
-    """README.md beside them has a row for each key."""
+    """The README.md of their folder has a row for each key."""
     configs = sorted((ROOT / "recipes" / "deepspeed").glob("*.json"))
     readme = (ROOT / "recipes" / "deepspeed" / "README.md").read_text()
     assert len(configs) == 5

@@ -1,7 +1,7 @@
 """The quickstart recipe with the overlay fp8.yaml, scaled down by flags: two gloo processes on the CPU, three steps.
 
 Losses follow those in fp32, and are not the same. The metrics have MFU by both peaks, and what attention rounded.
-torchao, whose import takes seconds, is in a folder of its own in the environment (Makefile).
+torchao, whose import takes seconds, is in a separate folder of the environment (Makefile).
 """
 
 from __future__ import annotations

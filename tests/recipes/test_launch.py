@@ -285,7 +285,7 @@ signal.pause()
 
 
 def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -> None:
-    """In a folder of its own, where the training is a few lines: torchrun starts two, and ends with status 0."""
+    """In a new folder, where the training is a few lines: torchrun starts two, and ends with status 0."""
     shutil.copytree(LAUNCH, tmp_path / "launch")
     folder = tmp_path / "recipes" / "lightning"
     folder.mkdir(parents=True)
@@ -448,7 +448,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_ranks_that_find_other_files_all_fail(tmp_path: Path) -> None:
-    """Two processes, of which one does not see the checkpoint, has other text, or none: nobody is left to wait."""
+    """Two processes, of which one does not see the checkpoint, has other text, or none: no rank is left to wait."""
     folders = [write_text(tmp_path / str(rank), 60 + rank) for rank in range(2)]
     output = run_ranks("tests.recipes.disagreeing_worker", *folders, num_ranks=2)
     same = "all ranks of the group must make the same call, got"

@@ -87,7 +87,7 @@ def test_checkpoint_of_other_data_is_refused() -> None:
 
 @pytest.mark.parametrize(("place", "refused"), [("TokenData", True), ("TextData", False), ("OwnData", False)])
 def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: bool) -> None:
-    """Lightning does not hand its place over: the run began at the first sequence again. Data of one's own has none."""
+    """Lightning does not hand its place over: the run began at the first sequence again. A user's data has none."""
     states = {"OwnData": {"seen": 1}} if place == "OwnData" else {place: {"num_consumed": 7}}
     batches = {kind: {"ready": 4, "completed": 4} for kind in ("current", "total")}
     checkpoint = {"state_dict": {}, **states, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}

@@ -117,7 +117,7 @@ def test_resume_continues_on_another_number_of_ranks(folder: Path, two_ranks: Ru
 
 @pytest.mark.parametrize("every_n_epochs", ["null", 1])
 def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, every_n_epochs: object) -> None:
-    """A save is due at every step, an evaluation comes after every second: no checkpoint has another step's loss."""
+    """A save is due at every step, an evaluation after every second: no checkpoint has another step's loss."""
     monitor = {"checkpoint.monitor": "eval_loss/held_out", "checkpoint.mode": "min"}
     epochs = {"checkpoint.every_n_train_steps": 1, "trainer.check_val_every_n_epoch": every_n_epochs}
     if every_n_epochs != "null":

@@ -2,7 +2,7 @@
 
 The targets are CONTRIBUTING's, too. The install and one command run in a copy of the files and an environment of its
 own, which borrows what is installed here; the other commands run in this process and in forked ranks. `make train` and
-`make test` are expanded, not run: this is the latter, and the former's recipe has tests of its own. CPU, 2 processes.
+`make test` are expanded, not run: this is the latter, and the former's recipe is tested elsewhere. CPU, 2 processes.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ except RuntimeError as error:
 
 
 def test_ringflash_itself_needs_no_extra() -> None:
-    """In a process of its own: the core imports without them, and little beside torch, and attends.
+    """In a new process: the core imports without them, and little but torch, and attends.
 
     transformers is named only when it is needed.
     """

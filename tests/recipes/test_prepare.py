@@ -44,7 +44,7 @@ def write_inputs(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as save_pretrained writes it: a few words, <s> and </s>, which are tokens of their own."""
+    """A folder as save_pretrained writes it: a few words, <s> and </s>, which are tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -275,7 +275,7 @@ def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / "plan.json").write_text(json.dumps({"plan": "another"}))
     with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
         prepare([inputs], tmp_path / "out")
-    (tmp_path / "out" / "00000.bin").unlink()  # the plan of an attempt that wrote nothing binds nobody
+    (tmp_path / "out" / "00000.bin").unlink()  # the plan of an attempt that wrote nothing does not bind the next
     prepare([inputs], tmp_path / "out")
     assert read_all(tmp_path / "out") == as_bytes([*TEXTS[:3], *TEXTS])
 
@@ -319,7 +319,7 @@ def test_bad_lines_are_skipped_and_counted(
 ) -> None:
     """Beside empty documents, over one shard or many; a line of white space is neither. The error's remedy works.
 
-    The parser gives up on the deeper line with an error of its own.
+    The parser gives up on the deeper line with another error.
     """
     bad_lines = [*BAD_LINES, b"[" * depth]
     lines = [b'{"text": "a"}', b'{"text": ""}', *bad_lines, b"  ", b'{"text": "b"}', b'{"text": ""}']

@@ -56,7 +56,7 @@ def test_the_documents_example_passes(reports: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("place", ["import", "build"])
 def test_a_rank_that_fails_alone_ends_all_with_its_error(reports: dict[str, Any], place: str) -> None:
-    """The others waited for it half an hour, and nobody said why."""
+    """The others used to wait for it half an hour without a message."""
     assert [rank["status"] for rank in reports[place]] == [2, 2]
     assert "planted" in reports[place][0]["errors"]
 
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_ctrl_c_ends_with_the_shells_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's launcher ends the ranks, and then raises an error of its own."""
+    """torch's launcher ends the ranks, and then raises another error."""
     stopped = Mock(side_effect=SignalException("planted", signal.SIGINT))
     monkeypatch.setattr(command, "elastic_launch", Mock(return_value=stopped))
     with pytest.raises(SystemExit) as end:

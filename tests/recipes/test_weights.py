@@ -140,7 +140,7 @@ def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_what_transformers_keeps_in_fp32_is_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
-    """Parameters of Ernie 4.5's routers, beside layers in bf16."""
+    """Parameters of Ernie 4.5's routers, in a model whose layers are in bf16."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "fp32 routers", dtype=torch.bfloat16)
@@ -262,7 +262,7 @@ def test_a_model_without_its_head_gives_the_tied_one(tmp_path: Path) -> None:
 
 
 def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
-    """A checkpoint with a head of its own, which tie_word_embeddings would drop; one of the two alone will do."""
+    """A checkpoint with a separate head, which tie_word_embeddings would drop; either of the two is accepted."""
     from safetensors.torch import load_file, save_file
 
     saved = transformers_model()
@@ -395,7 +395,7 @@ def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path: Path, spoil: st
 
 
 def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path) -> None:
-    """The index's, or model.safetensors, whatever lies beside them; an index of files that are not there is refused."""
+    """The index's, or model.safetensors, whatever else is there; an index of files that do not exist is refused."""
     from safetensors.torch import save_file
 
     saved, place = transformers_model(), tmp_path / "checkpoint"

@@ -180,7 +180,7 @@ def mid_step(run: Run) -> None:
 
 
 def epochs(run: Run) -> None:
-    """Epochs of the trainer go on in the data: three of three steps each, and no sequence comes a second time."""
+    """Epochs of the trainer go on in the data: three of three steps each, and no sequence is read twice."""
     found = fit(token_data(run.folder), run.folder, 1, steps=3 * STEPS, limit_train_batches=STEPS, max_epochs=3)
     assert found["wrong"] == [] and found["num_consumed"] == 9 and len(set(found["indices"])) == 9, found
 

@@ -105,7 +105,7 @@ def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> d
 
 
 class Shuffled(lightning.LightningDataModule):
-    """A data module of one's own that shuffles: by Lightning's sampler, or by a generator of its own.
+    """A user's data module that shuffles: by Lightning's sampler, or by its own generator.
 
     Lightning's sampler does so without being asked.
     """
@@ -250,7 +250,7 @@ def continue_with_others(run: Run) -> None:
 
 
 def orders_on_one_rank(run: Run) -> None:
-    """Shuffled data is in one order: Lightning's, or that of a generator of one's own, with the diff and without.
+    """Shuffled data is in one order: Lightning's, or that of a user's generator, with the diff and without.
 
     With the diff, the module runs under Lightning's default strategy as well.
     """
@@ -283,7 +283,7 @@ def varied(kind: Any, **methods: Any) -> Any:
 
 
 def tied(kind: Any) -> Any:
-    """With a head beside the model, whose weight is the embedding's."""
+    """With a head outside the model, whose weight is the embedding's."""
     module = build(kind)
     module.head = torch.nn.Linear(own.WIDTH, own.VOCAB, bias=False)
     module.head.weight = module.model.embedding.weight
@@ -532,7 +532,7 @@ def experts(run: Run) -> None:
 
 
 def unit_of_one_rank(kind: Any, called: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    """A module whose experts are units of their own, of which ranks call different ones."""
+    """A module whose experts are separate units, of which ranks call different ones."""
 
     def step(module: Any, batch: Any) -> torch.Tensor:
         positions = module.positions(batch[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -93,17 +94,25 @@ def test_the_default_device_of_torch_is_not_used() -> None:
 
 
 def test_only_cut_documents_are_sent() -> None:
-    """A rank needs keys of others for the documents that are cut, and of no other document."""
+    """A rank needs keys of others for the documents that are cut, and of no other document.
+
+    The rank that needs all keys of one, for its last token, holds most of them.
+    """
     bounds = pack(0, 8 * TOKENS, 64, TOKENS)
     mask = SequenceMask(bounds[-1], cu_seqlens=bounds)
-    owners: dict[int, set[int]] = {}
+    held: dict[int, Counter[int]] = defaultdict(Counter)
+    last: dict[int, int] = {}
     for rank in range(8):
         for chunk in chunks(bounds[-1], 8, rank, "balanced", bounds):
             for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
-                owners.setdefault(document, set()).add(rank)
+                start, stop = bounds[document], bounds[document + 1]
+                held[document][rank] += min(chunk.stop, stop) - max(chunk.start, start)
+                if chunk.stop >= stop:
+                    last[document] = rank
     for rank in range(8):
         found = plan_gather(mask, 8, rank, "balanced")
         sent = sum(piece.size for piece in found.pieces if piece.owner != rank)
-        shared = [document for document, ranks in owners.items() if rank in ranks and len(ranks) > 1]
+        shared = [document for document, ranks in held.items() if rank in ranks and len(ranks) > 1]
         assert 0 < sent <= sum(bounds[document + 1] - bounds[document] for document in shared)
         assert len(shared) <= 4
+    assert all(ranks[last[document]] == max(ranks.values()) for document, ranks in held.items())

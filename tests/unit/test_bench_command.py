@@ -98,7 +98,7 @@ def test_figures_must_be_positive(tmp_path: Path, figure: float) -> None:
 
 
 def test_rows_are_chosen_and_ours_is_the_plain_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A hop that begins anew is timed beside ours, and is not ours."""
+    """A hop that begins anew is timed in addition to ours, and is not ours."""
     path = write(tmp_path / "x", hop={"ringflash, fresh": 648, "ringflash": 639}, causal={"ringflash": 600})
     assert main(["bench", str(path), "--rows", "^ho[pq]", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]

@@ -1,7 +1,7 @@
 """Operator calls that the FlashAttention paths make of a mask, against the operator's own window rules. CPU.
 
 The operator itself needs a GPU (tests/multi_gpu). Here its rules are written out: windows are counted from the
-bottom right corner, a side of seqlen_k or more is open, and an open side beside a closed one becomes seqlen_k.
+bottom right corner, a side of seqlen_k or more is open, and an open side becomes seqlen_k if the other is closed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def test_a_causal_hop_is_one_call() -> None:
 
 
 def test_a_batch_has_no_packed_call() -> None:
-    """A window leaves squares along the diagonal, which are documents to the operator, in one sequence alone."""
+    """A window leaves squares along the diagonal, which are documents to the operator, in one sequence only."""
     mask = build(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag").hops[0].mask
     assert [call.is_packed for call in calls(mask)] == [True]
     assert torch.equal(covered(mask, batch=2), mask.dense().int())
@@ -130,7 +130,7 @@ def test_merged_gradients_into_views() -> None:
 
 
 def test_values_narrower_than_keys() -> None:
-    """The operators, which take one head_dim, see zeros beside the values; results are as narrow as the values."""
+    """The operators, which take one head_dim, see the values padded with zeros; results are as narrow as the values."""
     torch.manual_seed(0)
     q, k, wide = torch.randn(3, 1, LENGTH, 2, 8, dtype=torch.float64)
     v, dout, mask = wide[..., :5], torch.randn(1, LENGTH, 2, 5, dtype=torch.float64), Mask.documents((0, 5, LENGTH))

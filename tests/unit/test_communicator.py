@@ -147,7 +147,7 @@ DEVICE = "waits for its device"
 
 @pytest.fixture(scope="module")
 def said() -> dict[str, list[str]]:
-    """Lines of a rank by the way it ends, each in a process of its own, forked to save the imports."""
+    """Lines of a rank by the way it ends, each in a new process, forked to save the imports."""
     ended = subprocess.run([sys.executable, "-c", ENDINGS], capture_output=True, text=True, timeout=120)
     said = defaultdict[str, list[str]](list)
     for line in ended.stdout.splitlines():

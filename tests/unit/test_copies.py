@@ -1,6 +1,6 @@
 """Copies handed to the driver in one call: its arguments, and what happens where it does not take them. CPU, no driver.
 
-Whether the driver copies right, and beside kernels, tests/multi_gpu says.
+That the driver copies right, also while kernels run, is tested in tests/multi_gpu.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_what_leaves_the_average_alone_passes() -> None:
 
 @pytest.mark.parametrize(("keyword", "name"), [("optimizer", "optimizer"), ("lr_scheduler", "scheduler")])
 def test_what_is_given_twice_is_refused(keyword: str, name: str) -> None:
-    """DeepSpeed takes the keyword; either alone is well."""
+    """DeepSpeed takes the keyword; one of the two is accepted."""
     check({name: {"type": "Adam"}}, {keyword: None})
     check({}, {keyword: object()})
     with pytest.raises(ValueError, match=f"{name} must not be in the config together with {keyword}=, got .*Adam"):
@@ -84,7 +84,7 @@ def test_a_modules_optimizer_has_one_place_with_lightning() -> None:
     ],
 )
 def test_what_cannot_be_right_is_refused(config: dict[str, Any], message: str) -> None:
-    """Ranks of their own, which nobody has compared; a loss that is not scaled, which makes steps far too small."""
+    """Ranks that were never compared; a loss that is not scaled, which makes steps far too small."""
     check({**config, "zero_optimization": {"stage": 1}}, {}) if "fp16" in config else None
     with pytest.raises(NotImplementedError, match=message):
         check(config, {})
@@ -119,7 +119,7 @@ def test_precision_has_one_place_with_lightning(precision: str, key: str) -> Non
     ],
 )
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str | None, message: str) -> None:
-    """The path is in the message; so is a second config beside it."""
+    """The path is in the message; so is a second config given with it."""
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
@@ -174,7 +174,7 @@ def test_clipping_has_one_place_with_lightning() -> None:
 def test_a_checkpoint_of_other_ranks(
     tmp_path: Path, model_parts: list[str], num_ranks: int, continued: bool, told: str | None
 ) -> None:
-    """Two ranks have written it, at stages 1 and 3: DeepSpeed fails, at stage 3 on some ranks alone."""
+    """Two ranks have written it, at stages 1 and 3: DeepSpeed fails, at stage 3 on some ranks only."""
     (tmp_path / "checkpoint").mkdir()
     names = [f"{part}_model_states.pt" for part in model_parts]
     for name in (*names, *(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))):

@@ -152,7 +152,7 @@ def test_hosts_that_differ_are_named() -> None:
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
-    """Hosts made from one image; and containers of one host, which have names of their own."""
+    """Hosts made from one image; and containers of one host, whose names differ."""
     told = tell_apart({0: {**HEALTHY, "host": "node", "boot": "1a"}, 1: {**HEALTHY, "host": "node", "boot": "2b"}})
     assert [facts["host"] for facts in told.values()] == ["node (1a)", "node (2b)"]
     (finding,) = differences(told)
@@ -341,7 +341,7 @@ else:
 
 
 def test_ranks_answer_under_torchrun_or_are_named(tmp_path: Path) -> None:
-    """Two ranks of one host; beside them, for they wait, two of which one never answers."""
+    """Two ranks of one host, and at the same time, for both pairs wait, two of which one never answers."""
     (tmp_path / "silent.py").write_text(SILENT)
     silent = Ranks(tmp_path / "silent.py", num_ranks=2)
     output = run_ranks("ringflash", *DOCTOR, "60", num_ranks=2)

@@ -1,4 +1,4 @@
-"""The specification of FP8 attention: rotation, rounding, records, and its error beside exact attention. CPU.
+"""The specification of FP8 attention: rotation, rounding, records, and its error against exact attention. CPU.
 
 Lengths are a few blocks of 128 keys. The kernels are tested against this specification, bit by bit where they round
 (tests/emulator, tests/kernels).

@@ -90,7 +90,7 @@ FAILING_HOSTS = [ANOTHER, HOSTS[0], HOSTS[0]._replace(fails_at=2), ANOTHER]
 
 
 def without(channel: int) -> Callable[..., None]:
-    """Barriers of a channel that wait for nobody."""
+    """Barriers of a channel that wait for no rank."""
     return lambda self, other: None if other == channel else _barrier(self, other)
 
 

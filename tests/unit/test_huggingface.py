@@ -209,7 +209,7 @@ def test_balancing_loss_of_the_routers_equals_the_models_own(name: str, padded: 
 
 
 def test_a_copy_with_loss_is_of_its_class_and_mode() -> None:
-    """A moving average or a reference policy with a head of its own is such a copy. The group is the same."""
+    """A moving average or a reference policy with a separate head is such a copy. The group is the same."""
 
     class WithValues(huggingface.CausalLMWithLoss):
         def __init__(self) -> None:

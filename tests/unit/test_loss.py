@@ -283,7 +283,7 @@ def test_second_derivatives_are_refused() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """A mesh of this process alone."""
+    """A mesh of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield DeviceMesh("cpu", [0])
     dist.destroy_process_group()

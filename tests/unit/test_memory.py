@@ -33,7 +33,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
-    "deepseek_v3": {  # an MLP beside the experts, and in the first layer one alone
+    "deepseek_v3": {  # an MLP besides the experts, and in the first layer only an MLP
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
         "v_head_dim": 16, "num_key_value_heads": 4,
@@ -84,7 +84,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], wit
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_are_those_without(family: str) -> None:
-    """Each choice alone and all together; 7 divides no length, 1000 is more than there are."""
+    """Each choice by itself and all together; 7 divides no length, 1000 is more than there are."""
     want = step(model_with(Memory(), family))
     for checkpointing, offload, tile in itertools.product(CHECKPOINTING, (False, True), (0, 7, 1000)):
         if checkpointing == "none" and offload:
@@ -163,7 +163,7 @@ def doubled(forward: Any) -> Any:
     ("change", "products"), [("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4)]
 )
 def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, products: int) -> None:
-    """The last of three that a tile computes again. A hook sees it; what comes after it is found by trying, once."""
+    """The last of three that a tile computes again. A hook sees it; what follows it is found by trying, once."""
     mlps = [
         model_with(memory, dtype=torch.float32 if change == "autocast" else torch.float64).get_submodule(
             "model.model.layers.0.mlp"

@@ -49,7 +49,7 @@ def test_empty_is_neutral_to_the_bit(dtype: torch.dtype) -> None:
 
 
 def test_rows_are_merged_each_by_itself() -> None:
-    """Rows empty on the left, on the right and on both sides, beside full ones."""
+    """Rows empty on the left, on the right and on both sides, among full ones."""
     a, b = attend(slice(0, 5)), attend(slice(5, 12))
     for state, rows in ((a, [0, 2]), (b, [1, 2])):
         state[0][:, rows] = 0

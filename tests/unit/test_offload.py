@@ -95,7 +95,7 @@ class StandIn:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    """Streams of this file; memory that nobody has written holds NaN."""
+    """Streams of this file; memory that was not written holds NaN."""
     found = StandIn()
     monkeypatch.setattr(offload, "cuda", found)
     monkeypatch.setattr(offload, "_is_offloaded", lambda x: x.numel() > 0)
@@ -162,7 +162,7 @@ def test_one_leaves_and_one_comes_early_at_a_time(cuda: StandIn, monkeypatch: py
 
 
 def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
-    """A graph that nobody walks back, or half the way; a copy of the hooks, as of a model, is one of its own."""
+    """A graph without a backward, or with half of one; a copy of the hooks, as of a model, is independent."""
     host, layers = HostCopies(), network()
     x = torch.randn(6, 8, dtype=torch.float64)
     loss_of(layers, x, host)

@@ -167,7 +167,7 @@ def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
 
 
 def test_a_profiler_sees_the_operators() -> None:
-    """Eager calls pass them by where nobody looks."""
+    """Eager calls pass them by unseen."""
     q, k, v = draw()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         ringflash.ring_attention(q, k, v, group=None).sum().backward()
@@ -378,7 +378,7 @@ def test_a_name_is_no_group() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_values_narrower_than_keys(compiled: bool) -> None:
-    """out, lse and gradients of values of 5 features beside keys of 8."""
+    """out, lse and gradients of values of 5 features for keys of 8."""
     q, k, v = draw()
     narrow = v.detach()[..., :5].requires_grad_()
     attend = ringflash.ring_attention
@@ -439,7 +439,7 @@ def test_shapes_alone() -> None:
 
 @pytest.mark.parametrize("shape", [(), (1, 16, 2, 0)])
 def test_a_q_without_head_dim_is_refused_as_any_other(shape: tuple[int, ...]) -> None:
-    """Not by a ZeroDivisionError on this rank alone."""
+    """Not by a ZeroDivisionError on this rank only."""
     x = torch.ones(shape)
     with pytest.raises(ValueError, match=r"q must (be|not be)"):
         ringflash.ring_attention(x, x, x, group=None)

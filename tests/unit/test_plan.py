@@ -1,6 +1,7 @@
 """ringflash plan: its counts against real models, its search against itself, its command. One process, no GPU.
 
-Memory and time are compared with measured steps, too, as the committed results have them (docs/measurements.md).
+Memory and time are compared with steps that were measured, too, as the committed results have them
+(docs/measurements.md).
 """
 
 from __future__ import annotations

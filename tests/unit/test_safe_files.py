@@ -127,7 +127,7 @@ def test_other_pickles_are_refused(checkpoint: Path, content: Any) -> None:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """This process alone. Refusals that reach other ranks: tests/distributed, for `agree`."""
+    """This process only. Refusals that reach other ranks: tests/distributed, for `agree`."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ def test_the_baseline_passes_against_itself() -> None:
 
 
 def test_zeroed_last_rows_fail() -> None:
-    """Causal rows shrink: over the whole tensor the last rows are small beside the first."""
+    """Causal rows shrink: over the whole tensor the last rows are small compared with the first."""
     want, baseline = problem()
     got = {"out": baseline["out"].clone()}
     got["out"][:, 96:] = 0

@@ -65,4 +65,4 @@ def test_real_trace(tmp_path: Path) -> None:
             ("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)
         ]  # fmt: skip
         assert all(hop.kernel_us > 0 and hop.exposed_us >= 0 and hop.idle_us >= 0 for hop in found)
-        assert found[1].exposed_us > 0  # the wait for step 1's K/V has a range of its own
+        assert found[1].exposed_us > 0  # the wait for step 1's K/V has a separate range

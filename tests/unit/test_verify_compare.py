@@ -46,7 +46,7 @@ def test_the_baseline_passes(default: torch.dtype) -> None:
 
 
 def test_zeroed_last_rows_fail_where_they_start() -> None:
-    """Small beside the first rows, but judged in a chunk of their own."""
+    """Small compared with the first rows, but judged in another chunk."""
     got = observation(torch.bfloat16)
     got.layers["layers.1"][:, -6:] = 0
     (check,) = failed(got)
