@@ -151,7 +151,7 @@ def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
 
 
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:
-    """Of inputs in bf16."""
+    """Inputs in bf16."""
     seen: list[Tensor] = []
 
     def scan(x: Tensor, dt: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, None]:

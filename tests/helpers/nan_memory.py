@@ -13,6 +13,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 _NAMES = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+_LARGEST = 1 << 24  # elements; DeepSpeed allocates gigabytes, of which a test touches a page
 
 
 def fill_new_memory() -> None:
@@ -28,7 +29,7 @@ def _filled(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(allocate)
     def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
         x = allocate(*args, **kwargs)
-        if x.is_floating_point() and not x.is_meta and not torch.compiler.is_compiling():
+        if x.is_floating_point() and x.numel() <= _LARGEST and not x.is_meta and not torch.compiler.is_compiling():
             with torch.no_grad():
                 x.fill_(torch.nan)
         return x

@@ -121,7 +121,7 @@ def test_gradients_follow_the_scale_of_dout(products, scale):
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_gradients_of_lse(products):
-    """Of rows with a dout, and of those whose dout is 0, which only dlse scales."""
+    """Rows with a dout, and those whose dout is 0, which only dlse scales."""
     q, k, v, dout = _tensors("normal", 256, 64)
     dlse, mask = torch.randn(1, 2, 256, generator=torch.Generator().manual_seed(1)), Mask.band(256, 256, causal=True)
     dout[:, 128:] = 0.0
