@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
 from benchmarks.compare import Change, Measured, changes, gone, read_results
-from ringflash.console import console
+from ringflash.commands.console import console
 
 ROOT = Path(__file__).parents[1]
 _BAR = 40

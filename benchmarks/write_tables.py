@@ -1,6 +1,8 @@
 """Write the tables and quoted figures of README.md and docs/ from the committed results.
 
 python -m benchmarks.write_tables
+
+The tables of docs/measurements.md are in the site only: mkdocs.yml names this file as a hook.
 """
 
 from __future__ import annotations
@@ -9,22 +11,40 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, write_quotes
 from benchmarks.summaries import SUMMARIES
-from ringflash.flops import FP8_PER_BF16
+from ringflash.huggingface.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
+EVERY_ROW = "measurements.md"
 
 
 def main(root: Path = ROOT) -> None:
     """Replace every table between markers, and every quoted figure."""
     for path, name, table in tables():
-        replace(root / path, name, table)
+        page = root / path
+        page.write_text(replace(page.read_text(), name, _link(name) if page.name == EVERY_ROW else table, path))
     write_quotes(root)
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Return the text of a page of the site, in which measurements.md has its tables instead of links to results."""
+    if page.file.src_uri == EVERY_ROW:
+        for path, name, table in tables():
+            if Path(path).name == EVERY_ROW:
+                markdown = replace(markdown, name, table, path)
+    return markdown
+
+
+def _link(name: str) -> str:
+    """Return a link to the result of a table, which may be one of several tables of that result."""
+    result = name if (RESULTS / f"{name}.json").exists() else name.rpartition("_")[0]
+    return f"[{name}](../benchmarks/results/{result}.json)"
 
 
 def tables() -> Iterator[tuple[str, str, str]]:
@@ -44,19 +64,17 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("ring_documents_*"):
         yield "docs/masks.md", name, ring_documents_table(result)
     for name, result in _of_results("training_*"):
-        if name.startswith("training_whole"):
-            yield "docs/measurements.md", name, steps_tables(result)
-        else:
-            yield "docs/plan.md", name, training_table(result)
+        write = steps_tables if name.startswith("training_whole") else training_table
+        yield "docs/measurements.md", name, write(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
-        yield "docs/log/2026-11.md", name, fp8_variants_table(result)
+        yield "docs/log/2026-11-25.md", name, fp8_variants_table(result)
     for name, result in _of_results("fp8_errors_*"):
-        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11.md", name, fp8_errors_table(result)
+        yield "docs/fp8.md" if name == "fp8_errors_cpu" else "docs/log/2026-11-25.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
         yield page, name, fp8_losses_table(result)
@@ -73,17 +91,17 @@ def _of_results(pattern: str) -> Iterator[tuple[str, dict]]:
         yield path.stem, json.loads(path.read_text())
 
 
-def replace(page: Path, name: str, table: str) -> None:
-    """Replace the table between the markers of `name`.
+def replace(text: str, name: str, table: str, path: str) -> str:
+    """Return the text of the page at `path` with another table between the markers of `name`.
 
     Raises:
         ValueError: the page does not have these markers.
     """
-    text, begin, end = page.read_text(), BEGIN.format(name=name), END.format(name=name)
+    begin, end = BEGIN.format(name=name), END.format(name=name)
     if begin not in text or end not in text:
-        raise ValueError(f"{page.name} must have the lines {begin!r} and {end!r}, got neither; add them.")
+        raise ValueError(f"{path} must have the lines {begin!r} and {end!r}, got neither; add them.")
     head, rest = text.split(begin)
-    page.write_text(f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}")
+    return f"{head}{begin}\n{table}\n{end}{rest.split(end)[1]}"
 
 
 def multi_gpu_table(result: dict) -> str:

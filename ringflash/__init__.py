@@ -4,15 +4,16 @@
 
 The folder, lower layers first:
 
-    comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls
+    comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls,
+                meshes
     sequence/   tokens of each rank (layout), mask in global coordinates, padding
     attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads and blocks of keys, overlapped with the
                 kernels; on gloo a ring of hops: the K/V of one rank per step
     recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
     loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
     wrap/, huggingface/, accelerate/, lightning/, deepspeed/, compat/   ring attention in your model and trainer
-    training/, data/, memory/                                           meshes, token files, activation memory
-    verify/, oracle/, commands/                                         comparison with dense attention, commands
+    checkpoint/, data/, memory/                                         checkpoint files, token files, activation memory
+    verify/, testing/, commands/                                        comparison with dense attention, commands
 """
 
 from importlib import import_module
@@ -21,20 +22,19 @@ from typing import TYPE_CHECKING, Any
 from ringflash import loss
 from ringflash.attention.api import Explanation, RingAttention, explain, ring_attention
 from ringflash.comm.agreement import set_agreement_check
+from ringflash.comm.modules.gradients import average_gradients
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
-from ringflash.training.gradients import average_gradients
+from ringflash.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from ringflash.comm.modules.fsdp_units import align_units
     from ringflash.huggingface.log_probs import log_probs
-    from ringflash.training.fsdp_units import align_units
     from ringflash.wrap import disable_ring, wrap_attention
     from ringflash.wrap.check import check_wrapped
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Explanation",
@@ -62,7 +62,7 @@ __all__ = [
 
 # Imported on first access: they import torch._dynamo, which takes nearly as long as torch itself, or transformers.
 _LAZY = {
-    "align_units": "ringflash.training.fsdp_units",
+    "align_units": "ringflash.comm.modules.fsdp_units",
     "check_wrapped": "ringflash.wrap",
     "disable_ring": "ringflash.wrap",
     "log_probs": "ringflash.huggingface.log_probs",

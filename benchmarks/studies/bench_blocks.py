@@ -25,7 +25,7 @@ from benchmarks.environment import describe  # noqa: E402
 from ringflash.attention import schedule, sections  # noqa: E402
 from ringflash.attention.gather_by_heads import HeadGather  # noqa: E402
 from ringflash.attention.schedule import Gathering  # noqa: E402
-from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, buffers  # noqa: E402
+from ringflash.comm.transport import NcclGather, Pending, PointToPoint, buffers  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ def measure(tokens: int, rank: int) -> dict[str, Any]:
     parts = (f"{way} {result[way]['forward']:.0f} / {result[way]['backward']:.0f}" for way in calls)
     print(f"{tokens} tokens, rank {rank} of {cp_size}, TFLOP/s: {'; '.join(parts)}", flush=True)
     for attention in calls.values():
-        cast(MessageMemory, attention.memory).release()
+        cast(NcclGather, attention.memory).release()
     buffers.release_buffers()
     return result
 
@@ -80,7 +80,7 @@ def measure(tokens: int, rank: int) -> dict[str, Any]:
 def call(blocks: tuple[Gathering, ...], rank: int) -> HeadGather:
     """Return a call over messages that are not sent."""
     channel = SimpleNamespace(name="gloo", rank=rank, group=None, post=lambda *_: Pending([]), num_posted=0, members=())
-    memory = MessageMemory(cast(PointToPoint, channel), torch.device("cuda", 0))
+    memory = NcclGather(cast(PointToPoint, channel), torch.device("cuda", 0))
     return HeadGather(blocks, memory, "hopper", HEAD_DIM**-0.5, deterministic=False)
 
 

@@ -81,9 +81,9 @@ def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, 
     work, keys, abroad, messages = [], [], [], []
     for rank in range(ranks):
         found = plan_gather(mask, ranks, rank, layout)
-        received = [piece for piece in found.pieces if piece.owner != rank]
+        received = [segment for segment in found.segments if segment.owner != rank]
         work.append(found.mask.num_visible)
-        keys.append(sum(piece.size for piece in received) / TOKENS_PER_RANK)
+        keys.append(sum(segment.size for segment in received) / TOKENS_PER_RANK)
         here = rank // GPUS_PER_HOST
         abroad.append(sum(p.size for p in received if p.owner // GPUS_PER_HOST != here) / TOKENS_PER_RANK)
         messages.append(len(received))
@@ -97,7 +97,7 @@ def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, 
 
 
 def count_every_document(bounds: tuple[int, ...], ranks: int) -> dict[str, float]:
-    """Calculate the counts of `count_layout` if rank r holds the pieces r and 2 * ranks - 1 - r of every document."""
+    """Calculate the counts of `count_layout` if rank r holds the segments r and 2 * ranks - 1 - r of every document."""
     padded = sum(-(-(stop - start) // (2 * ranks)) * 2 * ranks for start, stop in pairwise(bounds))
     return {
         "balance_percent": 100 * bounds[-1] / padded,

@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernel_errors [--processes 8] [--json results.json]
 
-Every case is drawn from a seed and compared with fp64 in 16 chunks by ringflash/oracle/tolerance.py: a ratio of 1 is
+Every case is drawn from a seed and compared with fp64 in 16 chunks by ringflash/testing/tolerance.py: a ratio of 1 is
 twice the error of eager attention in the same dtype, plus one rounding. Means and maxima are over the chunks.
 Contenders that are not installed are skipped. Several processes share the GPU, because flash-attn-4's kernels take
 longer to compile than to run.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.environment import describe
-from ringflash.oracle import dense, tolerance
+from ringflash.testing import dense, tolerance
 from ringflash_kernels.api import attention_backward, attention_forward, implementation
 from ringflash_kernels.mask import Mask
 

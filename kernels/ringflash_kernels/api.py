@@ -158,7 +158,7 @@ def begin_backward(
     lse: torch.Tensor,
     *,
     impl: str,
-    num_kv_heads: int,
+    num_kv_heads: int | None = None,
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
@@ -170,7 +170,7 @@ def begin_backward(
     Args:
         dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
             (fp64 for fp64). out and lse are results over all keys, not of one hop.
-        num_kv_heads: heads of the keys to come.
+        num_kv_heads: heads of the keys to come. Needed in FP8, whose buffers are allocated here.
         deterministic: repeated calls give bitwise equal gradients.
         fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
             "fp8" all.
@@ -181,6 +181,9 @@ def begin_backward(
     """
     implementation(impl, q, q, q)
     _check_gradients(dout, q, out, out, lse, dlse)
+    if num_kv_heads is None and rounds(impl):
+        raise ValueError(f"num_kv_heads must be given with impl {impl!r}, got None; pass k.shape[2].")
+    num_kv_heads = num_kv_heads or q.shape[2]
     _check_groups(q, num_kv_heads)
     check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
     if row_max is not None:

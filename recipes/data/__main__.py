@@ -15,7 +15,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 from recipes.data.prepare import SUFFIXES, prepare
-from ringflash.console import status_of
+from ringflash.commands.console import status_of
 from ringflash.data.files import TokenFiles
 
 _COUNTS = {"num_documents": "documents", "num_empty": "empty documents left out", "num_bad": "bad lines skipped"}

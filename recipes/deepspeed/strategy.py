@@ -28,13 +28,13 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from ringflash.comm.agreement import agree
+from ringflash.comm.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parse, read
 from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, check_same_state, note_time
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
-from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 _BESIDE_A_CONFIG = {
     "accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend", "timeout",

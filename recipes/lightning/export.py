@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from ringflash.console import status_of
+from ringflash.checkpoint.safe_files import check_checkpoint
+from ringflash.commands.console import status_of
 from ringflash.huggingface.weights import materialize, saved_tensors
-from ringflash.safe_files import check_checkpoint
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 _PREFIX = "state_dict.model.model."  # of Lightning, CausalLM and CausalLMWithLoss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from ringflash.flops import FP8_PER_BF16, peak_tflops
+from ringflash.huggingface.flops import FP8_PER_BF16, peak_tflops
 from ringflash.lightning import CausalLM
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.module import bucket_bounds
@@ -29,13 +29,13 @@ class Progress(lightning.Callback):
     It logs memory and speed.
 
     Only the first rank prints. Tokens are counted once per sequence: Lightning's ThroughputMonitor multiplies by the
-    number of ranks, and would count them once for each rank of a ring. FLOPs are those of `ringflash.flops`, for the
-    documents of each batch.
+    number of ranks, and would count them once for each rank of a ring. FLOPs are those of
+    `ringflash.huggingface.flops`, for the documents of each batch.
 
     Args:
         every_n_steps: steps between two lines.
-        peak_tflops: bf16 peak of one GPU, for MFU; default from `ringflash.flops.PEAK_TFLOPS`, by the GPU's name. MFU
-            is not printed for a device without a peak.
+        peak_tflops: bf16 peak of one GPU, for MFU; default from `ringflash.huggingface.flops.PEAK_TFLOPS`, by the
+            GPU's name. MFU is not printed for a device without a peak.
     """
 
     def __init__(self, every_n_steps: int = 10, peak_tflops: float | None = None) -> None:

@@ -24,10 +24,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from recipes.lightning.progress import Progress
 from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
+from ringflash.commands.overlays import lay_over
 from ringflash.lightning import CausalLM
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import SequenceData
-from ringflash.training.overlays import lay_over
 
 # Replaces the usage of hundreds of flags, which would hide the error below it.
 _USAGE = "--config recipe.yaml [--config another.yaml ...] [--key value ...]"

@@ -124,7 +124,7 @@ class RingForward:
         except (ValueError, NotImplementedError) as error:
             problem = error
         shape = None if rows is None else [*rows.input_ids.shape]
-        remedy = "give the ranks of a ring the same batches, and in TRL's GRPO and RLOO the same seeds (docs/rl.md)"
+        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
         agree(self.group, {"batch of accelerate": shape}, problem, causal.device, remedy=remedy)
         assert rows is not None  # agree has raised the problem
         return rows

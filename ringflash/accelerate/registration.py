@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from math import ceil
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -31,7 +30,6 @@ def register() -> None:
     """
     try:
         import accelerate.accelerator
-        import transformers.trainer
         from accelerate import Accelerator, ParallelismConfig
         from accelerate.scheduler import AcceleratedScheduler
         from transformers import Trainer
@@ -47,9 +45,7 @@ def register() -> None:
         (Accelerator, backward), (Accelerator, gather_for_metrics),
         (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
-        (Trainer, prediction_step), (Trainer, _track_num_input_tokens), (Trainer, store_flos),
-        (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
-        (transformers.trainer, speed_metrics),
+        (Trainer, prediction_step), (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
     ]  # fmt: skip
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
@@ -329,45 +325,12 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any)
     return count * ring_size(self.accelerator.parallelism_config)
 
 
-def _track_num_input_tokens(original: Callable[..., Any], self: Any, *args: Any) -> None:
-    """Count the tokens of each ring once; Trainer adds up those of all ranks."""
-    before = self.state.num_input_tokens_seen
-    original(self, *args)
-    counted = self.state.num_input_tokens_seen - before
-    self.state.num_input_tokens_seen = before + counted // ring_size(self.accelerator.parallelism_config)
-
-
-def store_flos(original: Callable[..., Any], self: Any) -> None:
-    """Count the operations of each ring once: each of its ranks has counted those of the whole batch."""
-    before = self.state.total_flos
-    original(self)
-    self.state.total_flos = before + (self.state.total_flos - before) / ring_size(self.accelerator.parallelism_config)
-
-
 def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
-    """Count the steps of an evaluation, whose batches Trainer would divide over all ranks.
-
-    Seq2SeqTrainer gathers by `gather`, from all ranks: it would have each answer once for every rank of a ring.
-    """
-    size, gather = ring_size(self.accelerator.parallelism_config), self.accelerator.gather
-    if size > 1 and self.gather_function == gather:
+    """Let Seq2SeqTrainer gather from one rank of each ring; it would have each answer once for every rank."""
+    gather = self.accelerator.gather
+    if ring_size(self.accelerator.parallelism_config) > 1 and self.gather_function == gather:
         self.gather_function = partial(_gather_rings, self.accelerator, gather)
-    output = original(self, *args, **options)
-    if size > 1:
-        prefix = args[4] if len(args) > 4 else options.get("metric_key_prefix", "eval")
-        _steps[prefix] = ceil(output.num_samples * size / (self.args.eval_batch_size * self.args.world_size))
-    return output
-
-
-_steps: dict[str, int] = {}  # of the last evaluation, by its prefix
-
-
-def speed_metrics(
-    original: Callable[..., Any], split: str, start_time: float, num_samples: Any = None, num_steps: Any = None,
-    **options: Any,
-) -> Any:  # fmt: skip
-    """Report the steps that `evaluation_loop` has counted."""
-    return original(split, start_time, num_samples, _steps.pop(split, num_steps), **options)
+    return original(self, *args, **options)
 
 
 def prediction_step(

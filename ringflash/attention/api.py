@@ -12,13 +12,13 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import make_addressable, pad_values, with_mean_head_dim
-from ringflash.attention.options import RingOptions
-from ringflash.attention.plan import CallArguments, CallPlan, plan_call
+from ringflash.attention.inputs import CallShape, make_addressable, pad_values
+from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
+from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.comm.transport import HEAD_EXCHANGES, buffer_bytes
+from ringflash.comm.transport import UNDECIDED, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.sequence.mask import check_window_size
 
@@ -80,7 +80,10 @@ def ring_attention(
     Source: Liu et al. 2023, arXiv:2310.01889; what we changed is in docs/decisions/0002-owner-to-reader.md.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
+    options = CallOptions(
+        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
+        fp8_backward=fp8_backward,
+    )  # fmt: skip
     return attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
         return_lse=return_lse,
@@ -91,7 +94,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    options: RingOptions,
+    options: CallOptions,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -99,7 +102,7 @@ def attend(
     cu_seqlens: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call `ring_attention`, with its options as one value."""
+    """Call `ring_attention`, with those of its options that calls of a module share as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
@@ -111,13 +114,13 @@ def attend(
     else:
         _check_differentiation(q, k, v)
         operators.check_group(options.group)
-    if torch.are_deterministic_algorithms_enabled():
-        options = options._replace(deterministic=True)
+    deterministic = True if torch.are_deterministic_algorithms_enabled() else options.deterministic
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = operators.attend(
-        q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, *options[1:], grad_flags, return_lse, width
-    )
+        q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, options.layout, options.impl,
+        options.transport, deterministic, options.fp8_backward, grad_flags, return_lse, width,
+    )  # fmt: skip
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]
     return (out, lse) if return_lse else out
@@ -128,7 +131,8 @@ class Explanation:
     """Plan of one call on this rank, as `explain` returns it.
 
     Args:
-        transport: None for one process.
+        algorithm: "gather" of K/V by heads, "ring" of hops, "ulysses" or "by_host".
+        transport: means by which K/V travel, for "by_host" those between hosts; None for one process.
         steps: a line for each section or hop.
         num_visible: query-key pairs that this rank computes.
         comm_sms: SMs that the kernels leave to NCCL.
@@ -137,6 +141,7 @@ class Explanation:
 
     impl: str
     impl_reason: str
+    algorithm: str
     transport: str | None
     cp_size: int
     cp_rank: int
@@ -148,8 +153,8 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"impl {self.impl} ({self.impl_reason}), transport {self.transport} ({self.transport_reason}), "
-            f"rank {self.cp_rank} of {self.cp_size}",
+            f"impl {self.impl} ({self.impl_reason}), algorithm {self.algorithm}, transport {self.transport} "
+            f"({self.transport_reason}), rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
             f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
@@ -169,45 +174,52 @@ def explain(
     layout: str = "zigzag",
     impl: str = "auto",
     transport: str = "auto",
+    deterministic: bool = False,
+    fp8_backward: str = "bf16",
 ) -> Explanation:
-    """Say which kernel, transport and sections or hops `ring_attention` would use, without running or sending anything.
+    """Say which kernel, algorithm, transport, and sections or hops `ring_attention` would use; nothing is run or sent.
 
-    On GPUs the transport "auto" is shown as "copy_engine, by_host or nccl" until the first call of the group decides.
+    On GPUs the transport "auto" is shown as "copy_engine or nccl", and the algorithm as "gather or by_host", until the
+    first call of the group decides.
 
     Args: as `ring_attention`.
     """
-    options = RingOptions(resolve(group), layout, impl, transport)
-    arguments = CallArguments(causal, 1.0, *_sides(window_size), options)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = CallOptions(
+        resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic, fp8_backward
+    )
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
-    plan = plan_call(q, k, v, cu_seqlens, arguments)
+    plan = plan_call(q, k, v, cu_seqlens, options)
+    algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
+    moved_by = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
-        plan.impl, plan.impl_reason, plan.transport, *options.size_and_rank, _steps(plan, q, with_mean_head_dim(k, v)),
-        plan.schedule.num_visible, comm_sms(plan.impl, plan.transport), buffer_bytes(), plan.transport_reason,
+        plan.impl, plan.impl_reason, algorithm, moved_by, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
+        plan.schedule.num_visible, comm_sms(plan.impl, moved_by), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
-def _steps(plan: CallPlan, q: torch.Tensor, k: torch.Tensor) -> tuple[str, ...]:
+def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
     """Launches of this rank, in order."""
-    if plan.transport in HEAD_EXCHANGES:
-        inner = plan.between_hosts(q, k)
+    if plan.algorithm in HEAD_EXCHANGES:
+        inner = plan.between_hosts(shape)
         if inner is None:
             return ("heads are exchanged inside hosts; the first call finds out which ranks share one",)
-        rail, inner_q, inner_k = inner
-        _, rows, heads, _ = inner_q.shape
+        rail, on_rail = inner
         return (
-            f"all-to-all of heads: {heads} of {q.shape[2]} query heads of {rows} rows of the host, "
-            f"{inner_k.shape[2]} of {k.shape[2]} KV heads",
+            f"all-to-all of heads: {on_rail.num_heads} of {shape.num_heads} query heads of {on_rail.kv.rows} rows of "
+            f"the host, {on_rail.kv.heads} of {shape.kv.heads} KV heads",
             f"attention between ranks {rail.members}, numbered from 0:",
-            *_steps(rail, inner_q, inner_k),
+            *_steps(rail, on_rail),
             "all-to-all of heads, back",
         )
-    blocks = plan.key_blocks(q, k, plan.transport)
-    if blocks:
+    if plan.algorithm is not Algorithm.RING:
+        blocks = plan.key_blocks(shape)
         keys = max(block.capacity for block in blocks)
-        sections = choose_sections(k.shape, q.shape[2], keys, plan.travelling_dtype(k), len(blocks))
+        dtype = plan.travelling_dtype(shape.dtype)
+        sections = choose_sections(shape.kv, shape.num_heads, keys, dtype, len(blocks))
         return (
             *(
-                f"{block.num_rows} keys of ranks {sorted({piece.owner for piece in block.pieces})}, "
+                f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "
                 f"{block.mask.num_visible} pairs"
                 for block in blocks
             ),
@@ -295,7 +307,10 @@ class RingAttention(nn.Module):
         fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
-        self.options = RingOptions(resolve(group), layout, impl, transport, deterministic, fp8_backward)
+        self.options = CallOptions(
+            resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
+            fp8_backward=fp8_backward,
+        )  # fmt: skip
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(

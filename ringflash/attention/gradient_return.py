@@ -2,91 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from ringflash.attention import sections
-from ringflash.attention.gathered_buffers import GatheredKV, split_heads
-from ringflash.attention.schedule import Gathering, Reader
+from ringflash.attention import sections, transfers
+from ringflash.attention.gathered_buffers import GatheredKV, PassSizes, split_heads
+from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit, buffer_heads
+from ringflash.comm.transport.areas import FREE, READY, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import FREE, READY, Incoming, Outgoing
 from ringflash_kernels.api import collect, state_dtype
 
 
+@dataclass(frozen=True)
 class GradientReturn:
     """Gradients of gathered K/V on their way back to the owners.
 
     Numerics: partial sums in fp32 (fp64 for fp64), added to the owner's block by block, in the order of the ranks.
 
     Args:
-        gathered: K/V of the same call.
-        k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
+        sizes: units of the backward.
+        memory: areas of the group.
+        num_buffers: buffers of gradients that kernels write and owners read, used in rotation.
+        batches: transfers that return together, by the last one of them.
+        kernel_grads: dK and dV of each unit, as kernels write them.
+        sums: of each transfer, the gradients to which those that arrived are added, and these.
+        moves: each transfer, to be run in a lane.
+        sources: rows at which `collect` finds the gradients of each of this rank's rows, by block.
+        max_readers: most other ranks that read one segment of this rank, by block.
     """
 
-    def __init__(self, gathered: GatheredKV, k: torch.Tensor) -> None:
-        blocks, heads = gathered.blocks, gathered.heads
-        self.gathered, self.memory, self.dtype = gathered, gathered.memory, state_dtype(k.dtype)
-        self._batch, self._rows = k.shape[:2]
-        self._units = [gathered.units[index] for index in gathered.travelling]  # by transfer
-        self.num_buffers = min(2, len(self._units))
-        if len(blocks) == 1:
-            pairs, dtype = blocks[0].pairs, gathered.operands.dtype
-            self.num_buffers = sections.choose_num_gradient_buffers(
-                gathered.mean_shape, k.shape[2] * gathered.heads_per_kv_head, blocks[0].capacity, pairs, dtype, heads
-            )
-        batches = sections.return_batches(len(self._units), self.num_buffers)
-        self.batches = {batch[-1]: batch for batch in batches}  # by their last transfer
-        self._map_areas()
-        readers = [
-            [[reader for reader in row if reader.rank != self.memory.rank] for row in block.readers] for block in blocks
-        ]
-        arriving = [
-            [len(row) * self._batch * segment.size for row, segment in zip(rows, block.segments, strict=True)]
-            for rows, block in zip(readers, blocks, strict=True)
-        ]
-        self._list_transfers(k, readers, arriving)
-        self.max_readers = [max(map(len, rows)) for rows in readers]
-        self.sources = [
-            _sources(block, self.memory.rank, counts, k.shape[1]).to(k.device)
-            for block, counts in zip(blocks, arriving, strict=True)
-        ]
+    sizes: PassSizes
+    memory: GroupAreas
+    num_buffers: int
+    batches: dict[int, tuple[int, ...]]
+    kernel_grads: list[tuple[torch.Tensor, ...]]
+    sums: list[tuple[torch.Tensor, torch.Tensor]]
+    moves: list[Callable[[], None]]
+    sources: list[torch.Tensor]
+    max_readers: list[int]
 
-    def _list_transfers(self, k: torch.Tensor, readers: list[list[list[Reader]]], arriving: list[list[int]]) -> None:
-        """List for each unit the buffers of its gradients, and the transfers that return them.
+    @classmethod
+    def of(cls, gathered: GatheredKV, k: torch.Tensor) -> GradientReturn:
+        """Reserve the memory of the gradients of a pass, and list their transfers.
 
         Args:
-            readers: other ranks that gather each segment of this rank, by block.
-            arriving: rows that arrive for each segment, by block.
+            gathered: K/V of the same call.
+            k: (batch, seqlen_local, num_kv_heads, head_dim); only its dtype is used.
         """
-        gathered, blocks, heads = self.gathered, self.gathered.blocks, self.gathered.heads
-        most = max(sum(arriving[unit.block]) * heads[unit.section] for unit in self._units)
-        received = buffer("dkv.in", (most * gathered.line,), self.dtype, k.device)
-        own_sums = self._own_sums(k) if len(blocks) > 1 else []
-        self.sums, self.kernel_grads, self.pulls, self.sends = [], [], [], []
-        for unit in gathered.units:
-            own = own_sums[unit.section] if own_sums else None
+        sizes, memory = gathered.sizes, gathered.memory
+        rank, batch, dtype, device = memory.rank, sizes.shape.batch, state_dtype(k.dtype), gathered.device
+        units = [sizes.units[index] for index in sizes.travelling]  # by transfer
+        num_buffers = _num_buffers(sizes)
+        areas = _map_areas(memory, sizes, units, num_buffers, dtype)
+        arriving = [transfers.arriving_rows(keys, rank, batch) for keys in sizes.blocks]
+        received_rows = [sum(rows) for rows in arriving]
+        most = max(received_rows[unit.block] * sizes.heads[unit.section] for unit in units)
+        received = buffer("dkv.in", (most * sizes.line,), dtype, device)
+        own_sums = _own_sums(sizes, dtype, device) if len(sizes.blocks) > 1 else []
+        kernel_grads: list[tuple[torch.Tensor, ...]] = []
+        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        listed: list[tuple[list[Incoming], list[Outgoing], str]] = []
+        for unit in sizes.units:
             if unit.transfer is None:
-                assert own is not None
-                self.kernel_grads.append(own.split(gathered.widths, 3))
+                kernel_grads.append(own_sums[unit.section].split(sizes.operands.widths, 3))
                 continue
-            block, count = blocks[unit.block], heads[unit.section]
-            partial = split_heads(received, (sum(arriving[unit.block]),), (count,), (gathered.line,))[0]
-            buffers = self._buffers(unit, readers[unit.block])
-            mine = buffers[self.memory.rank]
-            assert mine is not None
-            self.sums.append((mine if own is None else own, partial))
-            mine = mine[:, : block.num_rows]
-            self.kernel_grads.append(mine.split(gathered.widths, 3))
-            self.pulls.append(self._pulls(partial.split(arriving[unit.block]), readers[unit.block], buffers, block))
-            self.sends.append(self._sends(mine, block))
-        self.moves = [
-            self.memory.make_transfer(pulls, sends, f"dK/dV of {gathered.name(unit)}")
-            for unit, pulls, sends in zip(self._units, self.pulls, self.sends, strict=True)
-        ]
+            count = (sizes.heads[unit.section],)
+            arrived = split_heads(received, (received_rows[unit.block],), count, (sizes.line,))[0]
+            buffers = _unit_buffers(sizes, unit, areas, unit.transfer % num_buffers, rank)
+            own = buffers[rank]
+            assert own is not None
+            sums.append((own_sums[unit.section] if own_sums else own, arrived))
+            written = own[:, : sizes.blocks[unit.block].num_rows]
+            kernel_grads.append(written.split(sizes.operands.widths, 3))
+            pulls, sends = _incoming(sizes, unit, arrived, buffers, rank), _outgoing(sizes, unit, written, rank)
+            listed.append((pulls, sends, f"dK/dV of {sizes.name(unit)}"))
+        return cls(
+            sizes,
+            memory,
+            num_buffers,
+            {batch[-1]: batch for batch in sections.return_batches(len(units), num_buffers)},
+            kernel_grads,
+            sums,
+            [memory.make_transfer(*transfer) for transfer in listed],
+            [
+                _sources(keys, rank, rows, sizes.shape.rows).to(device)
+                for keys, rows in zip(sizes.blocks, arriving, strict=True)
+            ],
+            [max(sum(reader.rank != rank for reader in row) for row in keys.readers) for keys in sizes.blocks],
+        )
 
     def freed(self, index: int, returns: list[Marker]) -> list[Marker]:
         """Return the markers that the kernel of a unit waits for before it overwrites its buffer.
@@ -96,8 +104,8 @@ class GradientReturn:
         Args:
             returns: ends of the returns so far, by transfer.
         """
-        transfer = self.gathered.units[index].transfer
-        if len(self.gathered.blocks) == 1 or transfer is None or transfer < self.num_buffers:
+        transfer = self.sizes.units[index].transfer
+        if len(self.sizes.blocks) == 1 or transfer is None or transfer < self.num_buffers:
             return []
         return [returns[transfer - self.num_buffers]]
 
@@ -109,89 +117,90 @@ class GradientReturn:
         Args:
             dk, dv: the heads of each section.
         """
-        last = self.gathered.units[index].transfer
+        units, travelling = self.sizes.units, self.sizes.travelling
+        last = units[index].transfer
         batch = () if last is None else self.batches.get(last, ())
         if batch:
             self.memory.barrier(READY)
         for transfer in batch:
             self.moves[transfer]()
-            if transfer == last and batch[0] + self.num_buffers < len(self._units):
+            if transfer == last and batch[0] + self.num_buffers < len(travelling):
                 self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
-            unit, (own, partial) = self._units[transfer], self.sums[transfer]
-            final = unit.block == len(self.gathered.blocks) - 1
-            sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.gathered.widths, 3)
-            collect(impl, own, partial, self.sources[unit.block], self.max_readers[unit.block], *sums)
-
-    def _map_areas(self) -> None:
-        """Reserve the gradient buffers of this rank and map those of its readers."""
-        row = self._batch * self.gathered.line
-        sizes = [row * self.gathered.blocks[unit.block].capacity * self._heads(unit) for unit in self._units]
-        self._sizes = list(buffer_heads(tuple(sizes), self.num_buffers))
-        self.memory.reserve("dkv", sum(self._sizes) * self.dtype.itemsize)
-        readers = {reader.rank for block in self.gathered.blocks for row in block.readers for reader in row}
-        areas = {
-            rank: self.memory.view("dkv", rank, (sum(self._sizes),), self.dtype)
-            for rank in {*readers, self.memory.rank}
-        }
-        self._areas = {rank: None if area is None else area.split(self._sizes) for rank, area in areas.items()}
-
-    def _own_sums(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
-        head, heads = self._batch * self._rows * self.gathered.line, self.gathered.heads
-        buffers = [
-            buffer(f"dkv.sum.{index}", (head * most,), self.dtype, k.device)
-            for index, most in enumerate(buffer_heads(heads))
-        ]
-        return [
-            split_heads(buffers[section % 2], (self._batch, self._rows), (count,), (self.gathered.line,))[0]
-            for section, count in enumerate(heads)
-        ]
-
-    def _heads(self, unit: Unit) -> int:
-        return self.gathered.heads[unit.section]
-
-    def _buffers(self, unit: Unit, readers: list[list[Reader]]) -> dict[int, torch.Tensor | None]:
-        """Return the buffer of a unit on this rank and on each reader of its block, (batch, rows, heads, line).
-
-        A buffer that cannot be mapped is None.
-        """
-        assert unit.transfer is not None
-        index, leading = unit.transfer % self.num_buffers, (self._batch, self.gathered.blocks[unit.block].capacity)
-        heads, line = (self._heads(unit),), (self.gathered.line,)
-        areas = {reader.rank: self._areas[reader.rank] for row in readers for reader in row}
-        areas[self.memory.rank] = self._areas[self.memory.rank]
-        return {
-            rank: None if area is None else split_heads(area[index], leading, heads, line)[0]
-            for rank, area in areas.items()
-        }
-
-    def _pulls(
-        self,
-        received: tuple[torch.Tensor, ...],
-        readers: list[list[Reader]],
-        buffers: dict[int, torch.Tensor | None],
-        block: Gathering,
-    ) -> list[Incoming]:
-        """List the gradients of this rank's rows that arrive from readers, in the order of K/V."""
-        pulls, batch = [], self._batch
-        for part, row, segment in zip(received, readers, block.segments, strict=True):
-            targets = part.view(len(row), batch, segment.size, *part.shape[1:])
-            for target, reader in zip(targets, row, strict=True):
-                theirs = buffers[reader.rank]
-                for sequence in range(batch):
-                    source = None if theirs is None else theirs[sequence, reader.row :][: segment.size]
-                    pulls.append(Incoming(target[sequence], reader.rank, source))
-        return sorted(pulls, key=lambda pull: self.gathered.pull_order(pull.rank))
-
-    def _sends(self, own: torch.Tensor, block: Gathering) -> list[Outgoing]:
-        """List the gradients that other owners receive."""
-        pieces = [piece for piece in block.pieces if piece.owner != self.memory.rank]
-        return [
-            Outgoing(sequence[piece.row : piece.row + piece.size], piece.owner) for piece in pieces for sequence in own
-        ]
+            unit, (own, arrived) = units[travelling[transfer]], self.sums[transfer]
+            final = unit.block == len(self.sizes.blocks) - 1
+            sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.sizes.operands.widths, 3)
+            collect(impl, own, arrived, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
 
-def _sources(gathering: Gathering, rank: int, arriving: list[int], rows: int) -> torch.Tensor:
+def _num_buffers(sizes: PassSizes) -> int:
+    """Return the number of buffers of gradients."""
+    if len(sizes.blocks) > 1:
+        return min(2, len(sizes.travelling))
+    (keys,), shape = sizes.blocks, sizes.shape
+    return sections.choose_num_gradient_buffers(
+        shape, shape.heads * sizes.heads_per_kv_head, keys.capacity, keys.pairs, sizes.operands.dtype, sizes.heads
+    )
+
+
+def _map_areas(
+    memory: GroupAreas, sizes: PassSizes, units: list[Unit], num_buffers: int, dtype: torch.dtype
+) -> dict[int, tuple[torch.Tensor, ...] | None]:
+    """Reserve the buffers of gradients, and return views of this rank's and its readers'; None if not mapped."""
+    row = sizes.shape.batch * sizes.line
+    needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
+    elements = list(buffer_heads(needed, num_buffers))
+    memory.reserve("dkv", sum(elements) * dtype.itemsize)
+    readers = {reader for keys in sizes.blocks for reader in transfers.readers(keys, memory.rank)}
+    areas = {rank: memory.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, memory.rank}}
+    return {rank: None if area is None else area.split(elements) for rank, area in areas.items()}
+
+
+def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
+    leading, line = sizes.shape[:2], sizes.line
+    buffers = [
+        buffer(f"dkv.sum.{index}", (sizes.shape.batch * sizes.shape.rows * line * most,), dtype, device)
+        for index, most in enumerate(buffer_heads(sizes.heads))
+    ]
+    return [
+        split_heads(buffers[section % 2], leading, (count,), (line,))[0] for section, count in enumerate(sizes.heads)
+    ]
+
+
+def _unit_buffers(
+    sizes: PassSizes, unit: Unit, areas: dict[int, tuple[torch.Tensor, ...] | None], index: int, rank: int
+) -> dict[int, torch.Tensor | None]:
+    """Return the buffer of a unit on this rank and on its readers, (batch, rows, heads, line); None if not mapped."""
+    keys, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
+    leading = sizes.shape.batch, keys.capacity
+    buffers = {peer: areas[peer] for peer in (*transfers.readers(keys, rank), rank)}
+    return {
+        peer: None if area is None else split_heads(area[index], leading, heads, (sizes.line,))[0]
+        for peer, area in buffers.items()
+    }
+
+
+def _incoming(
+    sizes: PassSizes, unit: Unit, arrived: torch.Tensor, buffers: dict[int, torch.Tensor | None], rank: int
+) -> list[Incoming]:
+    """List the gradients of this rank's rows that arrive from readers of a unit."""
+    batch, incoming = sizes.shape.batch, []
+    for peer, here, there, size in transfers.gradient_pulls(sizes.blocks[unit.block], rank, batch):
+        theirs = buffers[peer]
+        for sequence in range(batch):
+            first = here + sequence * size
+            source = None if theirs is None else theirs[sequence, there : there + size]
+            incoming.append(Incoming(arrived[first : first + size], peer, source))
+    return incoming
+
+
+def _outgoing(sizes: PassSizes, unit: Unit, written: torch.Tensor, rank: int) -> list[Outgoing]:
+    """List the gradients of a unit that other owners receive."""
+    sends = transfers.gradient_sends(sizes.blocks[unit.block], rank)
+    return [Outgoing(sequence[here : here + size], peer) for peer, here, size in sends for sequence in written]
+
+
+def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> torch.Tensor:
     """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
 
     Args:
@@ -199,7 +208,7 @@ def _sources(gathering: Gathering, rank: int, arriving: list[int], rows: int) ->
     """
     sources = torch.empty(4, rows, dtype=torch.int32)
     firsts = accumulate(arriving, initial=0)
-    for segment, readers, first in zip(gathering.segments, gathering.readers, firsts, strict=False):
+    for segment, readers, first in zip(keys.own_segments, keys.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
         offsets = torch.arange(segment.size)
         own[0] = dict(readers).get(rank, segment.row) + offsets

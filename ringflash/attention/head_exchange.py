@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
-from ringflash.comm.transport import PeerMemory, Transport, buffer
+from ringflash.comm.transport import GroupAreas, Transport, buffer
+from ringflash.comm.transport.areas import BEGIN, Incoming, Outgoing
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.peer_memory import BEGIN, Incoming, Outgoing
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash.sequence.layout import chunks_of_rank
@@ -45,9 +45,9 @@ class Share(NamedTuple):
         return -(-size // HEADER_BYTES) * HEADER_BYTES
 
 
-def area_bytes(size: int, parts: Sequence[Share]) -> int:
+def area_bytes(size: int, shares: Sequence[Share]) -> int:
     """Return the bytes of an area that holds these shares for each of `size` ranks."""
-    return HEADER_BYTES + size * sum(part.num_bytes for part in parts)
+    return HEADER_BYTES + size * sum(share.num_bytes for share in shares)
 
 
 class HeadExchange:
@@ -63,7 +63,7 @@ class HeadExchange:
     """
 
     def __init__(
-        self, memory: PeerMemory, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
+        self, memory: GroupAreas, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
         number: CallNumber,
     ) -> None:  # fmt: skip
         self.memory, self.members, self.channel = memory, members, channel
@@ -81,8 +81,8 @@ class HeadExchange:
             arrived: marker that readers of `rest` must wait for.
         """
         size, memory, device = len(self.members), self.memory, first[0].device
-        parts = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
-        all_to_all = self._all_to_all("heads", parts, len(first), device)
+        shares = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
+        all_to_all = self._all_to_all("heads", shares, len(first), device)
         all_to_all.words.write(self.number)
         all_to_all.fill(*first, *rest)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
@@ -99,8 +99,8 @@ class HeadExchange:
     def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
         """Return this rank's rows of all heads, new and contiguous: the inverse of `to_host`."""
         size, device = len(self.members), tensors[0].device
-        parts = [Share(x.shape[0], x.shape[1] // size, x.shape[2], x.shape[3], x.dtype) for x in tensors]
-        all_to_all = self._all_to_all("rows", parts, len(parts), device)
+        shares = [Share(x.shape[0], x.shape[1] // size, x.shape[2], x.shape[3], x.dtype) for x in tensors]
+        all_to_all = self._all_to_all("rows", shares, len(shares), device)
         all_to_all.fill(*tensors)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
@@ -117,8 +117,8 @@ class HeadExchange:
         watched.reach(moved, "for {} of the ranks {} of its host", all_to_all.area, self.members)
         self.memory.wait(moved)
 
-    def _all_to_all(self, area: str, parts: list[Share], num_first: int, device: torch.device) -> AllToAll:
-        arguments = len(self.members), area, self.num_chunks, tuple(parts), num_first, device
+    def _all_to_all(self, area: str, shares: list[Share], num_first: int, device: torch.device) -> AllToAll:
+        arguments = len(self.members), area, self.num_chunks, tuple(shares), num_first, device
         return self.memory.cached(arguments, (area,), lambda: AllToAll(self.memory, *arguments))
 
 
@@ -135,17 +135,17 @@ class AllToAll:
         size: number of these ranks.
         area: "heads" or "rows".
         num_chunks: chunks of a rank.
-        parts: share of each tensor.
+        shares: share of each tensor.
         num_first: number of tensors that travel with the first of two transfers.
     """
 
     def __init__(
-        self, memory: PeerMemory, size: int, area: str, num_chunks: int, parts: tuple[Share, ...], num_first: int,
+        self, memory: GroupAreas, size: int, area: str, num_chunks: int, shares: tuple[Share, ...], num_first: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.size, self.num_chunks, self.parts = size, num_chunks, parts
+        self.size, self.num_chunks, self.shares = size, num_chunks, shares
         self.area, self.to_host = area, area == "heads"
-        num_bytes = area_bytes(size, parts)
+        num_bytes = area_bytes(size, shares)
         memory.reserve(area, num_bytes)
         areas = {peer: memory.view(area, peer, (num_bytes,), torch.uint8) for peer in range(size)}
         own = areas[memory.rank]
@@ -156,7 +156,7 @@ class AllToAll:
         self.moves = self._list_transfers(memory, areas, num_first)
 
     def _list_transfers(
-        self, memory: PeerMemory, areas: dict[int, Tensor | None], num_first: int
+        self, memory: GroupAreas, areas: dict[int, Tensor | None], num_first: int
     ) -> list[Callable[[], None]]:
         """List both transfers: that of the first tensors and the call numbers, and that of the other tensors."""
         rank, size = memory.rank, self.size
@@ -167,17 +167,17 @@ class AllToAll:
             theirs = areas[peer]
             sources = None if theirs is None else self._tensors(theirs, self.to_host)
             for index, target in enumerate(self.received):
-                later, targets = index >= num_first, self._pieces(target, peer, not self.to_host)
+                later, targets = index >= num_first, self._chunks_of(target, peer, not self.to_host)
                 mine: Sequence[Tensor | None] = [None] * len(targets)
                 if sources is not None:
-                    mine = self._pieces(sources[index], rank, self.to_host)
+                    mine = self._chunks_of(sources[index], rank, self.to_host)
                 pulls[later].extend(Incoming(x, peer, source) for x, source in zip(targets, mine, strict=True))
                 if peer != rank:
-                    pieces = self._pieces(self.own[index], peer, self.to_host)
-                    sends[later].extend(Outgoing(x, peer) for x in pieces)
+                    chunks = self._chunks_of(self.own[index], peer, self.to_host)
+                    sends[later].extend(Outgoing(x, peer) for x in chunks)
             if peer != rank and self.to_host:
                 number = None if theirs is None else word_in(theirs)
-                pulls[0].append(Incoming(self.words.slot_of(peer), peer, number))
+                pulls[0].append(Incoming(self.words.arrival_of(peer), peer, number))
                 sends[0].append(Outgoing(self.words.own, peer))
         return [memory.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]
 
@@ -198,17 +198,18 @@ class AllToAll:
 
     def _tensors(self, area: Tensor, by_rank: bool) -> list[Tensor]:
         """Return a view of an area for each tensor."""
-        starts = accumulate((self.size * part.num_bytes for part in self.parts), initial=HEADER_BYTES)
+        starts = accumulate((self.size * share.num_bytes for share in self.shares), initial=HEADER_BYTES)
         views = []
-        for start, part in zip(starts, self.parts, strict=False):
-            leading = (self.size, part.batch, self.num_chunks) if by_rank else (part.batch, self.num_chunks, self.size)
-            shape = (*leading, part.rows // self.num_chunks, *part[2:4])
-            flat = area[start : start + math.prod(shape) * part.dtype.itemsize].view(part.dtype)
+        for start, share in zip(starts, self.shares, strict=False):
+            batch, size, num_chunks = share.batch, self.size, self.num_chunks
+            leading = (size, batch, num_chunks) if by_rank else (batch, num_chunks, size)
+            shape = (*leading, share.rows // self.num_chunks, *share[2:4])
+            flat = area[start : start + math.prod(shape) * share.dtype.itemsize].view(share.dtype)
             views.append(flat.view(shape))
         return views
 
-    def _pieces(self, x: Tensor, rank: int, by_rank: bool) -> list[Tensor]:
-        """Return the contiguous pieces of one rank, ordered by sequence of the batch and by chunk."""
+    def _chunks_of(self, x: Tensor, rank: int, by_rank: bool) -> list[Tensor]:
+        """Return the chunks of one rank, ordered by sequence of the batch and by chunk."""
         if by_rank:
             return [chunk for sequence in x[rank] for chunk in sequence]
         last = self.size - 1

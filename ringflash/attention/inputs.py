@@ -1,15 +1,18 @@
-"""Preparation of q, k and v by the public calls and the operator: dtype, requires_grad, strides, width of v."""
+"""Preparation and checks of q, k and v before a call: dtype, requires_grad, strides, width of v, sizes."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringflash.sequence.layout import read_bounds
+from ringflash.attention.options import CallOptions
+from ringflash.sequence.layout import check_layout, read_bounds
+from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.api import check_inputs
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -66,9 +69,48 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
     return pad(v, (0, missing)) if missing > 0 else v
 
 
-def with_mean_head_dim(k: Tensor, v: Tensor) -> Tensor:
-    """Return k cut to the mean head_dim of k and v, so that buffers are planned for the size of both."""
-    return k if k.shape == v.shape else k[..., : (k.shape[-1] + v.shape[-1]) // 2]
+class KVShape(NamedTuple):
+    """Shape of a rank's k and v, by which buffers are planned: with the mean head_dim of both if v is narrower."""
+
+    batch: int
+    rows: int
+    heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> KVShape:
+        """Return the shape of k and v: (batch, rows, heads, head_dim of each)."""
+        batch, rows, heads, head_dim = k.shape
+        return cls(batch, rows, heads, (head_dim + v.shape[3]) // 2)
+
+
+class CallShape(NamedTuple):
+    """Sizes of a rank's tensors in one call, by which its launches, transfers and buffers are planned.
+
+    Args:
+        num_heads: heads of q.
+        kv: shape of k and v.
+        dtype: of q, k and v.
+    """
+
+    num_heads: int
+    kv: KVShape
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> CallShape:
+        """Return the sizes of these tensors."""
+        return cls(q.shape[2], KVShape.of(k, v), k.dtype, q.device)
+
+    def on_host(self, num_gpus: int, num_kv_heads: int) -> CallShape:
+        """Return the sizes after an all-to-all of heads between the GPUs of a host.
+
+        Args:
+            num_kv_heads: KV heads of all GPUs of the host together; one that GPUs share counts for each.
+        """
+        kv = self.kv._replace(rows=self.kv.rows * num_gpus, heads=num_kv_heads // num_gpus)
+        return self._replace(num_heads=self.num_heads // num_gpus, kv=kv)
 
 
 def make_addressable(x: Tensor) -> Tensor:
@@ -85,6 +127,45 @@ def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     """Return True if kernels can read a tensor with these strides."""
     outer = zip(strides[:3], shape, strict=False)
     return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer)
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | tuple[int, ...] | None, options: CallOptions, grad_flags: int
+) -> SequenceMask:
+    """Check everything that does not depend on the kernel or the transport, and return the mask.
+
+    Args: as `plan_call`.
+    Raises:
+        ValueError, NotImplementedError: the rule, the value found, and the remedy.
+    """
+    check_inputs(q, k, v)
+    _check_pair(q, k, grad_flags)
+    if not 0 < options.scale < float("inf"):
+        raise ValueError(
+            f"softmax_scale must be positive and finite, got {options.scale}; leave it out for "
+            "head_dim ** -0.5, or negate q for a negative scale."
+        )
+    cp_size, _ = options.size_and_rank
+    bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    window = options.window_left, options.window_right
+    mask = SequenceMask(q.shape[1] * cp_size, options.causal, window, bounds)
+    check_layout(mask.seqlen, cp_size, options.layout, bounds)
+    return mask
+
+
+def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:
+    """Raise ValueError unless q and k are sharded alike, and q, k and v require grad alike."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"k must have the local sequence length of q ({q.shape[1]}), got {k.shape[1]}; "
+            "shard all three alike (key/value caches are not supported)."
+        )
+    if grad_flags not in (0, 7):
+        wanted = [name for bit, name in enumerate("qkv") if grad_flags >> bit & 1]
+        raise ValueError(
+            f"q, k and v must all require grad or none of them, got only {' and '.join(wanted)}; "
+            "call requires_grad_() on the others or detach these."
+        )
 
 
 def document_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from ringflash_kernels.api import KEYS_OF_RECORD, BackwardPass, record_bytes
 
 @dataclass(frozen=True)
 class Operands:
-    """Form of K and V in one pass. They consist of lines: K and V of one head, of one key or of a record's 128 keys.
+    """Form in which K and V are stored and sent in one pass.
 
+    The unit of storage is a *line*: K and V of one head, for one key (bf16, fp16) or for 128 keys (a record in FP8).
     Owners make the records of their keys, so other ranks receive half the bytes, and all ranks the same bits.
 
     Args:

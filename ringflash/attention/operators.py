@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash.attention.inputs import with_mean_head_dim
-from ringflash.attention.options import RingOptions
-from ringflash.attention.plan import CallArguments, signature
+from ringflash.attention.inputs import CallShape
+from ringflash.attention.options import CallOptions
+from ringflash.attention.plan import signature
 from ringflash.attention.ring_call import RingCall
 from ringflash.comm import agreement
 from ringflash_kernels.api import check_inputs, device_guard, out_shape, state_dtype
@@ -55,16 +55,18 @@ def _forward(
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
         v_head_dim: head_dim of the caller's v, which may have been padded to that of k.
     """
-    options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
-    arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
+    options = CallOptions(
+        _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic,
+        fp8_backward,
+    )  # fmt: skip
     with device_guard(q.device), RingCall(options.group, q.device) as call:
-        q, k, v = call.plan((q, k, v), cu_seqlens, arguments, grad_flags)
+        q, k, v = call.plan((q, k, v), cu_seqlens, options, grad_flags)
         if options.group is not None:
             rest = {"requires_grad": grad_flags, "return_lse": return_lse, "v_head_dim": v_head_dim}
             content = {} if call.error else {**signature(q, k, call.checked_plan), **rest}
             checksum = agreement.agree(options.group, content, call.error, q.device, call=call.number)
             call.number = call.number.with_arguments(checksum)
-        work = call.start(q, with_mean_head_dim(k, v))
+        work = call.start(CallShape.of(q, k, v))
         row_max = _empty_row_max(q, fp8_backward, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
         record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
@@ -118,14 +120,16 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the call of `ring_attention` that returned this `record`, under the same mask."""
     deterministic |= torch.are_deterministic_algorithms_enabled()  # if switched on since the forward
-    options = RingOptions(_group(group_name), layout, impl, transport, deterministic, fp8_backward)
-    arguments = CallArguments(causal, softmax_scale, window_left, window_right, options)
+    options = CallOptions(
+        _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic,
+        fp8_backward,
+    )  # fmt: skip
     number, *bounds = record.tolist()
     with device_guard(q.device), RingCall(options.group, q.device, number) as call:
-        q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, arguments)
+        q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, options)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
-        work = call.start(q, with_mean_head_dim(k, v))
+        work = call.start(CallShape.of(q, k, v))
         return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
 
 
@@ -220,8 +224,8 @@ def check_group(group: dist.ProcessGroup | None) -> None:
         present = None
     if present is not group:
         raise RuntimeError(
-            "group must be a present process group, got one that was destroyed; give the layer or model one that was "
-            "created since."
+            "the process group of this call has been destroyed; give the layer or model a group that still exists, for "
+            "example one created after the new init_process_group."
         )
 
 

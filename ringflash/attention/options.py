@@ -1,23 +1,43 @@
-"""Options of ring attention, listed only here: every public call fills in a `RingOptions`."""
+"""Options of ring attention, listed only here: every public call fills in a `CallOptions`."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 
-class RingOptions(NamedTuple):
-    """Group of ranks that share the sequence, and how their attention runs; arguments as `ring_attention`."""
+class Algorithm(StrEnum):
+    """Division of one call's work among the ranks; the transport says how bytes travel."""
+
+    GATHER = "gather"  # K/V of all ranks, some heads at a time
+    RING = "ring"  # K/V of one rank per hop; a single process has only its own
+    ULYSSES = "ulysses"  # an all-to-all of heads between all ranks
+    BY_HOST = "by_host"  # an all-to-all of heads in each host, around GATHER or RING between hosts
+
+
+HEAD_EXCHANGES = Algorithm.BY_HOST, Algorithm.ULYSSES  # the argument `transport` takes their names, too
+
+
+class CallOptions(NamedTuple):
+    """All arguments of a call but tensors, in the order of the operator's schema; as `ring_attention`.
+
+    Options of a module or model leave the mask and the scale at their defaults; its calls replace them.
+    """
 
     group: dist.ProcessGroup | None = None
+    causal: bool = True
+    softmax_scale: float | None = None  # a number in every call
+    window_left: int = -1
+    window_right: int = -1
     layout: str = "zigzag"
     impl: str = "auto"
     transport: str = "auto"
     deterministic: bool = False
     fp8_backward: str = "bf16"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RingOptions:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CallOptions:
         return self  # a process group cannot be copied
 
     @property
@@ -29,3 +49,9 @@ class RingOptions(NamedTuple):
     def size_and_rank(self) -> tuple[int, int]:
         """(cp_size, cp_rank)."""
         return (1, 0) if self.group is None else (self.group.size(), self.group.rank())
+
+    @property
+    def scale(self) -> float:
+        """The softmax_scale of a call."""
+        assert self.softmax_scale is not None
+        return self.softmax_scale

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import make_addressable
-from ringflash.attention.plan import CallArguments, CallPlan, plan_call
+from ringflash.attention.inputs import CallShape, make_addressable
+from ringflash.attention.options import CallOptions
+from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import agreement, call_numbers, cuda_graphs
@@ -68,7 +69,7 @@ class RingCall:
         self,
         tensors: tuple[Tensor, ...],
         cu_seqlens: Tensor | tuple[int, ...] | None,
-        arguments: CallArguments,
+        options: CallOptions,
         grad_flags: int = 0,
     ) -> tuple[Tensor, ...]:
         """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
@@ -83,7 +84,7 @@ class RingCall:
         try:
             addressable = tuple(map(make_addressable, tensors))
             q, k, v, *_ = addressable
-            self._plan = plan_call(q, k, v, cu_seqlens, arguments, grad_flags)
+            self._plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise
@@ -97,7 +98,7 @@ class RingCall:
         assert self._plan is not None
         return self._plan
 
-    def start(self, q: Tensor, k: Tensor) -> RingOfHops | HeadGather | Ulysses:
+    def start(self, shape: CallShape) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
         if torch.is_inference_mode_enabled():  # its tensors are read-only elsewhere, and buffers outlive the call
             self._modes.enter_context(torch.inference_mode(False))
@@ -105,11 +106,11 @@ class RingCall:
         if torch.is_autocast_enabled(self.device.type):
             self._modes.enter_context(torch.autocast(self.device.type, enabled=False))
         if self.group is None:
-            return self.checked_plan.open(q, k, self.number)
+            return self.checked_plan.open(shape, self.number)
         self._tracked = agreement.tracked_call(self.group)
         posted = self._tracked.__enter__()
         order_streams(self.group, self.device)
-        work = self.checked_plan.open(q, k, self.number)
+        work = self.checked_plan.open(shape, self.number)
         posted.count_by(work.num_posted)
         return work
 
@@ -129,8 +130,8 @@ class RingCall:
             self._lock = lock
         else:
             self.error = RuntimeError(
-                "ring attention must be called by one thread of a process at a time, got a call while another thread "
-                "is in one; make all calls from one thread."
+                "two threads of this process called ring attention at the same time, but calls share buffers and must "
+                "have one order on all ranks; make all calls from one thread."
             )
 
     def _release(self) -> None:

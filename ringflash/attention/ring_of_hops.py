@@ -18,9 +18,9 @@ from types import ModuleType
 
 import torch
 
-from ringflash.attention.gather_by_heads import profiler_range
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
+from ringflash.comm.profiling import profiler_range
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import begin_checked_backward, implementation, out_shape, rounds, state_dtype

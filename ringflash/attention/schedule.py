@@ -85,7 +85,7 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     starts = [chunk.start for chunk, _ in owned]
     steps: set[int] = set()
     for chunk, rank in reversed(owned):  # the last chunk sees most: under a causal mask it suffices
-        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        first, stop = mask.visible_range(chunk.start, chunk.stop)
         for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
             steps.add((rank - owner) % cp_size)
         if len(steps) == cp_size:
@@ -99,10 +99,11 @@ def chunks_are_multiples(mask: SequenceMask, cp_size: int, layout: str, multiple
     return not any(bound % multiple for shard in _shards(mask, cp_size, layout) for chunk in shard for bound in chunk)
 
 
-class Piece(NamedTuple):
-    """Keys that a rank needs: rows [start, start + size) of the owner's shard, gathered from `row` on.
+class Segment(NamedTuple):
+    """Keys that a rank gathers together or not at all: rows [start, start + size) of the owner's shard.
 
     Args:
+        row: first row at which they are gathered.
         owner_row: their first row among the keys that the owner itself gathers.
     """
 
@@ -114,18 +115,18 @@ class Piece(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A rank that needs a segment, and the first row at which it gathers it."""
+    """A rank that gathers a segment, and the first row at which it does."""
 
     rank: int
     row: int
 
 
-class Spans:
-    """Positions of keys that a rank sees: disjoint intervals [first, stop), ascending."""
+class SeenKeys:
+    """Positions of keys that a rank sees: disjoint ranges [first, stop), ascending."""
 
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
-        self.firsts, self.stops = [first for first, _ in spans], [stop for _, stop in spans]
-        self._before = [0, *accumulate(stop - first for first, stop in spans)]
+    def __init__(self, ranges: list[tuple[int, int]]) -> None:
+        self.firsts, self.stops = [first for first, _ in ranges], [stop for _, stop in ranges]
+        self._before = [0, *accumulate(stop - first for first, stop in ranges)]
 
     def __contains__(self, position: int) -> bool:
         index = bisect_right(self.firsts, position) - 1
@@ -149,19 +150,19 @@ class Gathering:
     cut into several; then the first has the rank's own keys only.
 
     Args:
-        pieces: these keys, one segment each. Chunks are cut into segments so that a rank needs all of one or none.
+        segments: these keys. Chunks are cut into segments so that a rank needs all of one or none.
         mask: visible pairs of local query rows and gathered rows.
-        segments: segments of this rank's own shard.
+        own_segments: segments of this rank's own shard, as its rows.
         readers: ranks that gather each of these segments with this block, by rank.
-        capacity: most rows that any rank gathers in this block, or a bound of it; the same on every rank.
-        returned_rows: most rows of gradients that any rank receives for this block, or a bound of it; the same on every
-            rank.
+        capacity: upper bound on the rows that any rank gathers in this block. All ranks compute the same value and size
+            their buffers by it.
+        returned_rows: upper bound on the rows of gradients that any rank receives for this block, also the same on all.
         pairs: visible pairs of the whole sequence, divided by the number of ranks.
     """
 
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
     mask: Mask
-    segments: tuple[Chunk, ...]
+    own_segments: tuple[Chunk, ...]
     readers: tuple[tuple[Reader, ...], ...]
     capacity: int
     returned_rows: int
@@ -185,7 +186,7 @@ def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, mul
     shards = _shards(mask, cp_size, layout)
     seen = {rank: _seen(mask, shard, layout, multiple) for rank, shard in enumerate(shards)}
     segments = list(_segments(shards, list(seen.values())))
-    limits = max(spans.num_rows for spans in seen.values()), _max_returned_rows(segments, list(seen.values()))
+    limits = max(keys.num_rows for keys in seen.values()), _max_returned_rows(segments, list(seen.values()))
     return _gathering(mask, shards, cp_rank, segments, seen, *limits, whole=True)
 
 
@@ -195,7 +196,7 @@ def plan_blocks(
 ) -> tuple[Gathering, ...]:
     """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
 
-    All ranks have blocks of the same distances, so a block keeps every rank sending and receiving.
+    A block covers the same ring distances on every rank, so all ranks send and receive at the same time.
 
     Args:
         sizes: number of distances of each block, in the order of `active_steps`; the first of several blocks has one.
@@ -213,13 +214,13 @@ def plan_blocks(
         owned[owner].append(segment)
     blocks, ends = [], [0, *accumulate(sizes)]
     for distances in (steps[first:stop] for first, stop in pairwise(ends)):
-        spans = {}
+        of_block = {}
         for rank in sorted({cp_rank, *((cp_rank + distance) % cp_size for distance in distances)}):
             keys = sorted(chunk for distance in distances for chunk in owned[(rank - distance) % cp_size])
-            spans[rank] = Spans([(chunk.start, chunk.stop) for chunk in keys if chunk.start in seen[rank]])
+            of_block[rank] = SeenKeys([(chunk.start, chunk.stop) for chunk in keys if chunk.start in seen[rank]])
         rows = len(distances) * mask.seqlen // cp_size
         limits = min(rows, whole.capacity), min(rows, whole.returned_rows)
-        blocks.append(_gathering(mask, shards, cp_rank, segments, spans, *limits))
+        blocks.append(_gathering(mask, shards, cp_rank, segments, of_block, *limits))
     return tuple(blocks)
 
 
@@ -228,7 +229,7 @@ def _gathering(
     shards: list[tuple[Chunk, ...]],
     cp_rank: int,
     segments: list[tuple[int, Chunk]],
-    seen: dict[int, Spans],
+    seen: dict[int, SeenKeys],
     capacity: int,
     returned_rows: int,
     *,
@@ -240,45 +241,45 @@ def _gathering(
         seen: by rank, ascending: keys of the block that the rank sees. Has this rank, and the readers of its keys.
         whole: the call has no other block.
     """
-    pieces, gathered, mine = [], [], seen[cp_rank]
+    gathered, positions, mine = [], [], seen[cp_rank]
     for owner, segment in segments:
         if segment.start in mine:
             row = mine.row(segment.start)
             owner_row = seen[owner].row(segment.start) if whole else segment.row
-            pieces.append(Piece(owner, segment.row, row, segment.size, owner_row))
-            gathered.append(Chunk(segment.start, segment.stop, row))
-    regions = _regions(mask, tuple(_runs(shards[cp_rank])), tuple(_runs(gathered)))
+            gathered.append(Segment(owner, segment.row, row, segment.size, owner_row))
+            positions.append(Chunk(segment.start, segment.stop, row))
+    regions = _regions(mask, tuple(_joined_chunks(shards[cp_rank])), tuple(_joined_chunks(positions)))
     visible = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
-        tuple(Reader(rank, spans.row(segment.start)) for rank, spans in seen.items() if segment.start in spans)
+        tuple(Reader(rank, keys.row(segment.start)) for rank, keys in seen.items() if segment.start in keys)
         for segment in own
     )
     pairs = mask.num_visible // len(shards)
-    return Gathering(tuple(pieces), visible, own, readers, capacity, returned_rows, pairs)
+    return Gathering(tuple(gathered), visible, own, readers, capacity, returned_rows, pairs)
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> Spans:
+def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
     """Return the keys that a shard sees, in multiples of `multiple`, and of a 64th of a chunk if chunks are equal."""
     size = shard[0].size
     grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     grain = -(-grain // multiple) * multiple
-    spans: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for chunk in shard:
-        first, stop = mask.visible_span(chunk.start, chunk.stop)
+        first, stop = mask.visible_range(chunk.start, chunk.stop)
         begin, end = first // size * size, (stop - 1) // size * size  # starts of the outermost chunks of keys
         first = begin + (first - begin) // grain * grain
         stop = min(end - (end - stop) // grain * grain, end + size)
-        if spans and first <= spans[-1][1]:
-            first = spans.pop()[0]
-        spans.append((first, stop))
-    return Spans(spans)
+        if ranges and first <= ranges[-1][1]:
+            first = ranges.pop()[0]
+        ranges.append((first, stop))
+    return SeenKeys(ranges)
 
 
-def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tuple[int, Chunk]]:
+def _segments(shards: list[tuple[Chunk, ...]], seen: list[SeenKeys]) -> Iterator[tuple[int, Chunk]]:
     """Yield owner and segment by position: all chunks, cut at positions where a rank's visible keys start or end."""
-    cuts = sorted({position for spans in seen for position in (*spans.firsts, *spans.stops)})
+    cuts = sorted({position for keys in seen for position in (*keys.firsts, *keys.stops)})
     owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
     for _, owner, chunk in owned:
         inside = cuts[bisect_right(cuts, chunk.start) : bisect_left(cuts, chunk.stop)]
@@ -286,10 +287,10 @@ def _segments(shards: list[tuple[Chunk, ...]], seen: list[Spans]) -> Iterator[tu
             yield owner, Chunk(start, stop, chunk.row + start - chunk.start)
 
 
-def _max_returned_rows(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> int:
+def _max_returned_rows(segments: list[tuple[int, Chunk]], seen: list[SeenKeys]) -> int:
     """Return the largest number of gradient rows that any rank receives."""
-    firsts = sorted(first for spans in seen for first in spans.firsts)
-    stops = sorted(stop for spans in seen for stop in spans.stops)
+    firsts = sorted(first for keys in seen for first in keys.firsts)
+    stops = sorted(stop for keys in seen for stop in keys.stops)
     rows = [0] * len(seen)
     for owner, segment in segments:
         readers = bisect_right(firsts, segment.start) - bisect_right(stops, segment.start)
@@ -297,18 +298,18 @@ def _max_returned_rows(segments: list[tuple[int, Chunk]], seen: list[Spans]) -> 
     return max(rows)
 
 
-def _runs(segments: Iterable[Chunk]) -> Iterator[Chunk]:
-    """Join segments with consecutive positions."""
-    run: Chunk | None = None
-    for segment in segments:
-        if run is not None and run.stop == segment.start:
-            run = Chunk(run.start, segment.stop, run.row)
+def _joined_chunks(found: Iterable[Chunk]) -> Iterator[Chunk]:
+    """Join chunks with consecutive positions."""
+    joined: Chunk | None = None
+    for chunk in found:
+        if joined is not None and joined.stop == chunk.start:
+            joined = Chunk(joined.start, chunk.stop, joined.row)
             continue
-        if run is not None:
-            yield run
-        run = segment
-    if run is not None:
-        yield run
+        if joined is not None:
+            yield joined
+        joined = chunk
+    if joined is not None:
+        yield joined
 
 
 def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
@@ -319,7 +320,7 @@ def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
     """Yield the non-empty regions of two shards, one per pair of chunks and document, in local rows."""
     starts = [chunk.start for chunk in k_shard]
     for q_chunk in q_shard:
-        first, stop = mask.visible_span(q_chunk.start, q_chunk.stop)
+        first, stop = mask.visible_range(q_chunk.start, q_chunk.stop)
         for k_chunk in k_shard[max(0, bisect_right(starts, first) - 1) : bisect_left(starts, stop)]:
             for region in _chunk_regions(mask, q_chunk, k_chunk):
                 trimmed = region.trimmed()

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 
 from ringflash.comm.call_numbers import HEADER_BYTES
-from ringflash.comm.transport import MessageMemory
+from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
 
 GIB, MIB = 1 << 30, 1 << 20
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
-MAX_BLOCK_STEPS = 8  # ranks of one block over NCCL: of more, the messages are cheaper in blocks of all heads
+MAX_BLOCK_STEPS = 8  # over NCCL, ranks whose keys are one block; of more, blocks of all heads need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
 STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
 MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim. A smaller unit takes the host longer than the GPU
@@ -81,13 +81,16 @@ def choose_blocks(
     pairs: int,
     num_steps: int,
     dtype: torch.dtype,
-    transport: str | None,
+    transport: str | Undecided | None,
 ) -> tuple[int, ...]:
-    """Return the numbers of distances of each block of keys, as `schedule.plan_blocks` takes them.
+    """Return how many ring distances each block of keys has, as `schedule.plan_blocks` takes them.
 
-    A call has one block, which needs the fewest launches, unless several save memory, save messages, or hide the keys
-    and gradients of a single KV head. The first block is the rank's own keys, which need no transfer. The next ones
-    and the last ones are small, since little hides their keys and their gradients.
+    One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. It also
+    has several, if their kernels take long enough, over NCCL to more than MAX_BLOCK_STEPS ranks, which saves messages,
+    and with a single KV head, since no other section could hide its keys and gradients.
+
+    The first of several blocks is the rank's own keys, which need no transfer. The next ones and the last ones are
+    small, since little hides their keys and their gradients.
 
     Args: as `gather_bytes`, and
         num_steps: number of distances at which any rank sees keys (`schedule.active_steps`).
@@ -205,7 +208,7 @@ def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pa
     """
     row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
     unbuffered = fits_unbuffered(shape, keys, dtype)
-    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, MessageMemory.num_buffers))
+    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
     gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * returned_rows
     return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)

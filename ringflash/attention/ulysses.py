@@ -15,7 +15,7 @@ its combination with a ring, Fang and Zhao 2024, arXiv:2405.07719; docs/decision
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -25,9 +25,8 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import HeadExchange
-from ringflash.attention.inputs import with_mean_head_dim
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import PeerMemory, Transport, whole_transport
+from ringflash.comm.transport import GroupAreas, Transport, whole_transport
 from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import state_dtype
@@ -69,7 +68,7 @@ def check_heads(num_heads: int, num_ranks: int, name: str) -> None:
     if num_heads % num_ranks:
         raise ValueError(
             f"num_heads must be divisible by the {num_ranks} ranks that exchange heads, got {num_heads} with transport "
-            f"{name!r}; use 'auto', or a group or mesh with {math.gcd(num_heads, num_ranks)} ranks on a host."
+            f"'{name}'; use 'auto', or a group or mesh with {math.gcd(num_heads, num_ranks)} ranks on a host."
         )
 
 
@@ -78,7 +77,7 @@ class Ulysses:
     """One attention call with an all-to-all of heads in each host, without its tensors.
 
     Args:
-        attention: opens attention over this rank's rail for q and `with_mean_head_dim` k with the rows of the host.
+        attention: attention over this rank's rail, of the rows of the host and a share of the heads.
         memory: areas of the ranks of this host.
         members: these ranks in the group.
         channel: transport of the rail, or of the host if there is only one.
@@ -86,8 +85,8 @@ class Ulysses:
         number: number of the call in the group.
     """
 
-    attention: Callable[[Tensor, Tensor], Attention]
-    memory: PeerMemory
+    attention: Attention
+    memory: GroupAreas
     members: tuple[int, ...]
     channel: Transport
     layout: str
@@ -100,7 +99,7 @@ class Ulysses:
         with self._joined_after_errors():
             (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
             largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
-            out, lse = self._attention(q, k, v, arrived).forward(q, k, v, largest)
+            out, lse = self._attention(q.device, arrived).forward(q, k, v, largest)
             statistics = [_with_rows_first(x) for x in (lse, largest) if x is not None]
             out, *statistics = exchange.to_ranks(out, *statistics)
         lse, *rest = map(_with_heads_first, statistics)
@@ -130,7 +129,7 @@ class Ulysses:
             rest = map(_with_heads_first, statistics)
             lse = next(rest)
             dlse, row_max = (next(rest) if present else None for present in given)
-            grads = self._attention(q, k, v, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
+            grads = self._attention(q.device, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
             dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, num_kv_heads), _sum_shared(dv, shared, num_kv_heads)
 
@@ -157,14 +156,13 @@ class Ulysses:
     def _exchange(self, pass_name: str) -> HeadExchange:
         return HeadExchange(self.memory, self.members, self.channel, self.layout, pass_name, self.number)
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, arrived: Marker) -> Attention:
-        """Open attention over the rail. Only kernels of an all-gather by heads wait for queries."""
-        attention = self.attention(q, with_mean_head_dim(k, v))
-        if isinstance(attention, HeadGather):
-            return replace(attention, queries_arrived=(arrived,))
-        with waiting(q.device):
+    def _attention(self, device: torch.device, arrived: Marker) -> Attention:
+        """Return attention over the rail. Only kernels of an all-gather by heads wait for queries by themselves."""
+        if isinstance(self.attention, HeadGather):
+            return replace(self.attention, queries_arrived=(arrived,))
+        with waiting(device):
             self.memory.wait(arrived)
-        return attention
+        return self.attention
 
 
 def _spread(x: Tensor, shared: tuple[int, ...]) -> Tensor:
@@ -178,8 +176,8 @@ def _sum_shared(grad: Tensor, shared: tuple[int, ...], num_kv_heads: int) -> Ten
         return grad
     batch, rows, _, head_dim = grad.shape
     total = torch.zeros(batch, rows, num_kv_heads, head_dim, dtype=state_dtype(grad.dtype), device=grad.device)
-    for slot, head in enumerate(shared):
-        total[:, :, head] += grad[:, :, slot]
+    for index, head in enumerate(shared):
+        total[:, :, head] += grad[:, :, index]
     return total.to(grad.dtype)
 
 

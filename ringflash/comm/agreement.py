@@ -7,7 +7,6 @@ exchange checksums of 16 bytes; only if these differ, each also sends its signat
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import time
@@ -29,6 +28,7 @@ from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
 from ringflash.comm.timeouts import timeout as ring_timeout
 from ringflash.comm.timeouts import within
+from ringflash.version import __version__
 
 Policy = Literal["changed", "always", "never"]
 
@@ -99,7 +99,7 @@ def agree(
     compared = _compared.setdefault(group, deque(maxlen=REMEMBERED))
     checksum = next((checksum for known, checksum in compared if known == signature), None)
     if device.type == "cpu" or _policy == "always" or error is not None or checksum is None:
-        extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": _version()}
+        extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": __version__}
         try:
             answers = _exchange_if_different(group, _encode({**signature, **extra}, error), timeout)
         except RuntimeError as unanswered:
@@ -253,13 +253,6 @@ def _list_ranks(values: list[object]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(str(value), []).append(rank)
     return ", ".join(f"{value} (rank {', '.join(map(str, holders))})" for value, holders in ranks.items())
-
-
-@functools.cache
-def _version() -> str:
-    from ringflash import __version__
-
-    return __version__
 
 
 def _channel(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:

@@ -151,8 +151,8 @@ class Words:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
 
-    def slot_of(self, sender: int) -> torch.Tensor:
-        """Return the slot for a peer's word: (1,)."""
+    def arrival_of(self, sender: int) -> torch.Tensor:
+        """Return the memory at which a peer's word arrives: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]
 
@@ -227,11 +227,11 @@ def _describe(word: int, own: CallNumber) -> str:
 
 def _compare(unread: _Unread) -> str:
     words = zip(unread.senders, unread.words.tolist(), strict=True)
-    theirs = [f"{_describe(word, unread.call)} on rank {rank}" for rank, word in words if word != unread.call.word]
+    theirs = [f"rank {rank} in {_describe(word, unread.call)}" for rank, word in words if word != unread.call.word]
     if not theirs:
         return ""
     return (
-        f"all ranks of the group must make their calls in one order, got call {unread.call} on this rank and "
-        f"{', '.join(theirs)}, so that their K/V were mixed; start again from the last checkpoint, and run the same "
-        "layers, forward and backward, in one order on every rank."
+        f"ranks were in different attention calls: this rank in call {unread.call}, "
+        f"{', '.join(theirs)}; their K/V were mixed, so results since then are wrong: restart from the last "
+        "checkpoint, and run the same layers, forward and backward, in the same order on every rank."
     )

@@ -16,7 +16,7 @@ from types import ModuleType
 from jsonargparse import ArgumentParser
 
 import ringflash
-from ringflash.console import status_of
+from ringflash.commands.console import status_of
 
 COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
     "bench": (
@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {  # name: module, help
         "Predict whether a training fits and how long a step takes, and say what to change.",
     ),
     "recipes": ("ringflash.commands.recipes", "List the recipes, or copy them and their launchers into a folder."),
-    "verify": ("ringflash.verify.command", "Check that a model trains over the ring as it does on one device."),
+    "verify": ("ringflash.commands.verify", "Check that a model trains over the ring as it does on one device."),
 }
 
 ROOT = Path(ringflash.__file__).parents[1]

@@ -11,7 +11,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser, Namespace
 
 import ringflash
-from ringflash.console import console
+from ringflash.commands.console import console
 
 FOLDERS = ("recipes", "launch")
 

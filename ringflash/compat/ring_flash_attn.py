@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import CallOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.compat.packed_bounds import llama3_flash_attn_prepare_cu_seqlens, whole_bounds
@@ -172,7 +172,7 @@ def llama3_flash_attn_varlen_func(
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    size, rank = RingOptions(_resolve(group)).size_and_rank
+    size, rank = CallOptions(_resolve(group)).size_and_rank
     given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
     bounds, error = whole_bounds(cu_seqlens_q, given)
     result = _attend(
@@ -188,7 +188,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
     """
-    size, rank = RingOptions(_resolve(process_group)).size_and_rank
+    size, rank = CallOptions(_resolve(process_group)).size_and_rank
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
     DATA_PARAMS.update(zip(names, llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, rank, size), strict=True))
 
@@ -307,7 +307,7 @@ def _attend(
     error: Exception | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
     """Call `attend`, or raise on every rank."""
-    options = RingOptions(_resolve(group), layout, deterministic=deterministic)
+    options = CallOptions(_resolve(group), layout=layout, deterministic=deterministic)
     if dropout_p:
         error = NotImplementedError(f"dropout_p must be 0, got {dropout_p}; ringflash has no dropout in attention.")
     if alibi_slopes is not None:

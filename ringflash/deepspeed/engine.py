@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringflash.comm.agreement import MESSAGE_BYTES, agree
+from ringflash.comm.mesh import Size, data_context_mesh, mesh_sizes
 from ringflash.deepspeed.parameter_use import watch_parameters
 from ringflash.deepspeed.refusals import Config, check, read
-from ringflash.training.mesh import Size, data_context_mesh, mesh_sizes
 
 
 def context_mesh(context_parallel_size: Size = "auto", data_parallel_size: Size = "auto") -> DeviceMesh:

@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from ringflash.comm.agreement import agree
-from ringflash.training.call_order import CallOrder
+from ringflash.comm.call_order import CallOrder
 
 _REMEDY = "call every layer on every rank, on no tokens if it has none, or use stage 1 without overlap_comm"
 

@@ -102,7 +102,10 @@ def set_group(
             f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
         )
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
+    options = ModelRing(
+        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
+        fp8_backward=fp8_backward,
+    )  # fmt: skip
     modules = attention_modules(model)
     if not modules:
         raise ValueError(

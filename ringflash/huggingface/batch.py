@@ -53,7 +53,7 @@ def prepare_batch(
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
-    options = ModelRing(resolve(group), layout)
+    options = ModelRing(resolve(group), layout=layout)
     positions = local_positions(input_ids.shape[1], *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)

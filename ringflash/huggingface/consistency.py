@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.comm import agreement, cuda_graphs
+from ringflash.comm.modules.buffers import ChangedBuffers, persistent_buffers
+from ringflash.comm.modules.fsdp_units import align_during_forward
+from ringflash.comm.modules.gradients import FilledGradients
+from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
-from ringflash.training.buffers import ChangedBuffers, persistent_buffers
-from ringflash.training.fsdp_units import align_during_forward
-from ringflash.training.seeding import seeded_by_rank
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
 
@@ -72,11 +73,18 @@ class ForwardInputs:
         notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
         model.register_forward_pre_hook(notes, with_kwargs=True)
         model.register_forward_hook(notes.end, always_call=True)
+        model.register_forward_hook(partial(notes._fill_gradients, FilledGradients()))
         if any(True for _ in persistent_buffers(model)):
             buffers = ChangedBuffers()
             model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
             model.register_forward_hook(partial(notes._compare, lambda x: buffers.end(x, notes.options.group)))
         return notes
+
+    @torch.compiler.disable(reason="ranks compare which parameters have gradients")
+    def _fill_gradients(self, filled: FilledGradients, model: nn.Module, args: Any, output: object) -> None:
+        """Give zeros to parameters that other ranks have used; a hook of the model's forward."""
+        if model.training and torch.is_grad_enabled():
+            filled.begin(model, self.options.group, output)
 
     @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
     def _compare(self, step: Callable[[nn.Module], None], model: nn.Module, *_: Any) -> None:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import CallOptions
 from ringflash.sequence.layout import local_positions
 
 NAME = "ringflash"  # the attn_implementation
 
 
-class ModelRing(RingOptions):
+class ModelRing(CallOptions):
     """Group and options of one model's attention; arguments as `ring_attention`."""
 
     __slots__ = ()

@@ -177,7 +177,7 @@ def check_model(base: nn.Module) -> None:
             raise NotImplementedError(
                 f"{name} must treat tokens one by one, got {type(module).__name__}, which would not see tokens of "
                 "other shards; use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions "
-                "(docs/hybrid.md)."
+                "(docs/huggingface.md)."
             )
         if rate := getattr(module, "layerdrop", 0):
             raise NotImplementedError(

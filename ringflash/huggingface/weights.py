@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.comm import agreement
+from ringflash.comm.seeding import seeded
 from ringflash.huggingface.checkpoint_map import CheckpointMap, TensorBox, ties_of
-from ringflash.training.seeding import seeded
 
 
 def read_config(directory: Path) -> dict[str, Any]:

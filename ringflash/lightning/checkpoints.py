@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from ringflash.checkpoint_checksums import ChecksumWriter, Sums, write_checksums
+from ringflash.checkpoint.checksums import ChecksumWriter, Sums, write_checksums
 from ringflash.comm import agreement
 
 WRITTEN_AT = "written_at"  # file in a checkpoint: the time in ns, because copying changes the files' own times

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ringflash import huggingface
-from ringflash.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.batch import within_documents
+from ringflash.huggingface.flops import layer_windows, matmul_sizes, training_flops
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, modules_in_fp32, read_config
 from ringflash.lightning.float8 import multiply_in_float8
 from ringflash.lightning.strategy import strategy_of

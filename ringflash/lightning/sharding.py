@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash import huggingface
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import CallOptions
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.first_step import FirstStep, check_labels, check_same_batch, sample
@@ -265,7 +265,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 group.update(option)
 
 
-def _check_same_ring(wrapped: RingOptions, strategy: Any) -> None:
+def _check_same_ring(wrapped: CallOptions, strategy: Any) -> None:
     """Refuse a strategy whose shards the module's attention, which was wrapped for another one, would misread."""
     before, now = (
         "one process" if group is None else f"ranks {dist.get_process_group_ranks(group)} with layout {layout!r}"

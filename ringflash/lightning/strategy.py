@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from ringflash.checkpoint.safe_files import check_together
+from ringflash.comm.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
+from ringflash.comm.modules.fsdp_units import UnitOrder
 from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits
 from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, check_same_state
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
-from ringflash.safe_files import check_together
 from ringflash.sequence.layout import granularity
-from ringflash.training.fsdp_units import UnitOrder
-from ringflash.training.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 
 
 class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStrategy):

@@ -15,8 +15,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ringflash.comm.agreement import gather
-from ringflash.training.buffers import ChangedBuffers
-from ringflash.training.mesh import DataContextRanks
+from ringflash.comm.mesh import DataContextRanks
+from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.wrap.wrapper import in_step
 
 

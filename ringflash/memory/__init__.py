@@ -3,7 +3,7 @@
     save_memory(model, Memory(checkpointing="attention_kept", mlp_tile_tokens=8192))
 
 Attention is recomputed only with checkpointing="full": its results (out, lse) are small, and at a million tokens it is
-nearly all of the work. docs/memory.md has the bytes.
+nearly all of the work. docs/plan.md has the bytes.
 """
 
 from ringflash.memory.layers import checkpoint_layers

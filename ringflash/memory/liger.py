@@ -15,7 +15,7 @@ def use_liger(model: nn.Module) -> None:
     """Put Liger's RMSNorm, rotary embedding and SwiGLU into a model, in place.
 
     Liger replaces the rotary embedding in transformers' module, and thus for every model of the family in this process.
-    Its losses are not used: they divide by the tokens of one rank (docs/memory.md).
+    Its losses are not used: they divide by the tokens of one rank (docs/plan.md).
 
     Raises:
         RuntimeError: liger-kernel is not installed, or there is no GPU for its kernels.

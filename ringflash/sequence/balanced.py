@@ -1,7 +1,7 @@
 """Distribution of packed documents over the ranks: each on few ranks, with equal tokens and equal causal work.
 
 Documents are ordered by length, longest first. The work of a token is half of its document's length on average, so
-work per token decreases in this order. Rank r takes a run of tokens from each end of what the previous ranks have
+work per token decreases in this order. Rank r takes consecutive tokens from each end of what the previous ranks have
 left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
 
     longest document                                                    shortest
@@ -9,7 +9,7 @@ left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
     |--- r0 ---|--- r1 ---|----- r2 ----|---- r3 ------|-- r2 ---|- r1 -|- r0 -|
 
 Most documents are whole on one rank. A document that a cut divides is shared in mirrored pairs, as zigzag does for a
-whole sequence: a rank takes a piece near its start and one near its end, with the document's mean work per token.
+whole sequence: a rank takes a chunk near its start and one near its end, with the document's mean work per token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
-_TILE_TOKENS = 256  # two tiles of a kernel, one for each piece of a pair; parts are multiples, if work allows
+_TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
 
 
-class Pieces(NamedTuple):
-    """Pieces of all ranks, (num_pieces,) int64 each, by rank and then by position; adjacent ones are joined."""
+class BalancedChunks(NamedTuple):
+    """Chunks of all ranks, (num_chunks,) int64 each, by rank and then by position; adjacent ones are joined."""
 
     rank: Tensor
     start: Tensor
@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
+def balanced_chunks(bounds: tuple[int, ...], cp_size: int) -> BalancedChunks:
     """Distribute documents over ranks, the same on every rank.
 
     Args:
@@ -48,20 +48,20 @@ def balanced_pieces(bounds: tuple[int, ...], cp_size: int) -> Pieces:
     starts, lengths = starts[order], lengths[order]
     ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths).cut(cp_size), device="cpu")
     edges = torch.cat([cuts, ends]).sort().values.unique_consecutive()
-    parts = edges.diff()  # each is of one document and of one rank
+    segments = edges.diff()  # each is of one document and of one rank
     document = torch.searchsorted(ends, edges[:-1], right=True)
-    run = torch.searchsorted(cuts, edges[:-1], right=True) - 1
-    rank = torch.minimum(run, 2 * cp_size - 2 - run)
-    whole = parts == lengths[document]
-    pieces = [torch.stack([rank[whole], starts[document[whole]], parts[whole]], 1)]
-    divided = list(zip(*(x[~whole].tolist() for x in (document, rank, parts)), strict=True))
+    turn = torch.searchsorted(cuts, edges[:-1], right=True) - 1
+    rank = torch.minimum(turn, 2 * cp_size - 2 - turn)
+    whole = segments == lengths[document]
+    chunks = [torch.stack([rank[whole], starts[document[whole]], segments[whole]], 1)]
+    divided = list(zip(*(x[~whole].tolist() for x in (document, rank, segments)), strict=True))
     if divided:
-        pieces.append(torch.tensor(list(_mirrored(divided, starts.tolist())), device="cpu"))
-    return _joined(torch.cat(pieces), bounds[-1])
+        chunks.append(torch.tensor(list(_mirrored(divided, starts.tolist())), device="cpu"))
+    return _joined(torch.cat(chunks), bounds[-1])
 
 
 class _Order:
-    """Documents in order of their length, and the work of any run of tokens in it.
+    """Documents in order of their length, and the work of any consecutive tokens in it.
 
     Args:
         lengths: (num_documents,), int64, descending.
@@ -78,7 +78,7 @@ class _Order:
         return self._before[document] + (position - self.starts[document]) * self._per_token[document]
 
     def cut(self, cp_size: int) -> list[int]:
-        """Cut the order into 2 * cp_size - 1 runs, of ranks 0, 1, ..., cp_size - 1, ..., 1, 0."""
+        """Cut the order into 2 * cp_size - 1 sequences of tokens, of ranks 0, 1, ..., cp_size - 1, ..., 1, 0."""
         size, total = self.starts[-1] // cp_size, self.work(self.starts[-1])
         front, back, done = [0], [self.starts[-1]], 0
         for rank in range(1, cp_size):
@@ -91,7 +91,7 @@ class _Order:
         return [*front, *reversed(back)]
 
     def _cut_front(self, first: int, size: int, base: int, shift: int, slack: int) -> tuple[int, int]:
-        """Find the end of a rank's run from the front; its remaining tokens are taken from the back.
+        """Find the end of a rank's tokens from the front; its remaining tokens are taken from the back.
 
         Returns:
             cut: in [first, first + size].
@@ -117,33 +117,33 @@ class _Order:
         return low, excess(low)
 
 
-def _mirrored(parts: list[tuple[int, int, int]], starts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, start, size) of the pieces of divided documents.
+def _mirrored(segments: list[tuple[int, int, int]], starts: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, start, size) of the chunks of divided documents.
 
     Args:
-        parts: document, rank and number of tokens of each part, by document.
+        segments: document, rank and number of tokens of each segment, by document.
         starts: first position of each document.
     """
     shares: dict[int, dict[int, int]] = {}
-    for document, rank, size in parts:
+    for document, rank, size in segments:
         ranks = shares.setdefault(document, {})
         ranks[rank] = ranks.get(rank, 0) + size
     for document, ranks in shares.items():
         first, last = starts[document], starts[document] + sum(ranks.values())
         for rank, size in sorted(ranks.items(), key=lambda item: (-item[1], item[0])):  # the outermost sees most keys
-            grain = min(_TILE_TOKENS // 2, 1 << max(0, size.bit_length() - 9))  # at most a 256th of the part
+            grain = min(_TILE_TOKENS // 2, 1 << max(0, size.bit_length() - 9))  # at most a 256th of the segment
             head = size // 2 // grain * grain
             yield rank, first, head
             yield rank, last - (size - head), size - head
             first, last = first + head, last - (size - head)
 
 
-def _joined(pieces: Tensor, seqlen: int) -> Pieces:
-    """Sort pieces, and join those of one rank that follow each other."""
-    pieces = pieces[pieces[:, 2] > 0]
-    rank, start, size = pieces[torch.argsort(pieces[:, 0] * seqlen + pieces[:, 1])].unbind(1)
+def _joined(chunks: Tensor, seqlen: int) -> BalancedChunks:
+    """Sort chunks, and join those of one rank that follow each other."""
+    chunks = chunks[chunks[:, 2] > 0]
+    rank, start, size = chunks[torch.argsort(chunks[:, 0] * seqlen + chunks[:, 1])].unbind(1)
     begins = torch.ones_like(rank, dtype=torch.bool)
     begins[1:] = (rank[1:] != rank[:-1]) | (start[1:] != start[:-1] + size[:-1])
     group = begins.cumsum(0) - 1
     joined = size.new_zeros(int(begins.sum())).index_add_(0, group, size)
-    return Pieces(rank[begins], start[begins], joined)
+    return BalancedChunks(rank[begins], start[begins], joined)

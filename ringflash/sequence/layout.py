@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.sequence.balanced import balanced_pieces
+from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.mask import check_cu_seqlens, digest
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
@@ -58,10 +58,10 @@ def chunks(
     check_layout(seqlen, cp_size, layout, bounds)
     if layout == "balanced":
         assert bounds is not None
-        pieces = balanced_pieces(bounds, cp_size)
-        ranks = torch.tensor([cp_rank, cp_rank + 1], device=pieces.rank.device)
-        first, last = torch.searchsorted(pieces.rank, ranks).tolist()
-        starts, sizes = (x[first:last].tolist() for x in (pieces.start, pieces.size))
+        found = balanced_chunks(bounds, cp_size)
+        ranks = torch.tensor([cp_rank, cp_rank + 1], device=found.rank.device)
+        first, last = torch.searchsorted(found.rank, ranks).tolist()
+        starts, sizes = (x[first:last].tolist() for x in (found.start, found.size))
         rows = accumulate(sizes, initial=0)
         return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))
     if layout == "contiguous":
@@ -128,8 +128,8 @@ def local_positions(
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}; pass the rank within the group.")
-    parts = chunks(seqlen, cp_size, cp_rank, layout, _bounds(layout, cu_seqlens))
-    return torch.cat([torch.arange(c.start, c.stop) for c in parts])
+    held = chunks(seqlen, cp_size, cp_rank, layout, _bounds(layout, cu_seqlens))
+    return torch.cat([torch.arange(c.start, c.stop) for c in held])
 
 
 def shard_sequence(
@@ -149,8 +149,8 @@ def shard_sequence(
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
         return x
-    parts = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
-    return torch.cat([x.narrow(dim, c.start, c.size) for c in parts], dim)
+    held = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
+    return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
 
 
 def unshard_sequence(

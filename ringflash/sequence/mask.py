@@ -49,7 +49,7 @@ class SequenceMask:
         """Return the index of the document that holds `position`."""
         return bisect_right(self.bounds, position) - 1
 
-    def visible_span(self, start: int, stop: int) -> tuple[int, int]:
+    def visible_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the keys [first, stop) that at least one of the queries [start, stop) sees.
 
         They form one interval, since every query sees itself, and the intervals of adjacent queries overlap or touch.

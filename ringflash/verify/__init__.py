@@ -3,7 +3,7 @@
     command -> subject (model and data) -> session: observe cp=N, cp=1, cp=1 in fp64 -> compare -> probe, diagnosis
     -> report
 
-`ringflash.oracle` has the tolerance and the dense attention, which the tests share.
+`ringflash.testing` has the tolerance and the dense attention, which the tests share.
 """
 
 from ringflash.verify.subject import Training

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash.oracle import dense, tolerance
+from ringflash.testing import dense, tolerance
 from ringflash.verify.compare import Check
 from ringflash.verify.subject import Data
 

@@ -3,7 +3,7 @@
     max|got - want| <= 2 max|baseline - want| + eps max|want|          (and the same with means)
 
 `want` is cp=1 in fp64, `baseline` is cp=1 in the dtype under test, `got` is cp=N in that dtype; positions are compared
-chunk by chunk. This is the rule of the tests (`ringflash.oracle.tolerance`) with one addition: if the baseline of a
+chunk by chunk. This is the rule of the tests (`ringflash.testing.tolerance`) with one addition: if the baseline of a
 chunk or parameter happens to be more accurate than is usual for its kind, the usual relative error (the upper quartile)
 replaces it. If there are several baselines (`rounding.py`), the largest of their errors counts.
 """

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash.attention.options import RingOptions
-from ringflash.training.gradients import average_gradients
+from ringflash.attention.options import CallOptions
+from ringflash.comm.modules.gradients import average_gradients
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
@@ -114,14 +114,14 @@ def attend_exactly(module: nn.Module) -> None:
             if isinstance(value, WrappedState):
                 value.options = _exact(value.options)
             else:
-                setattr(part, name, _exact(value) if isinstance(value, RingOptions) else "auto")
+                setattr(part, name, _exact(value) if isinstance(value, CallOptions) else "auto")
                 if isinstance(value, str):  # of a LightningModule that will build its model by its `impl`
                     part.fp8_backward = "bf16"  # type: ignore[assignment]
 
 
 def _is_fp8(value: object) -> bool:
     options: object = value.options if isinstance(value, WrappedState) else value
-    impl = options.impl if isinstance(options, RingOptions) else options
+    impl = options.impl if isinstance(options, CallOptions) else options
     return isinstance(impl, str) and impl in ("hopper_fp8", "reference_fp8")
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
-from ringflash.flops import layer_windows
+from ringflash.comm.seeding import seeded
+from ringflash.huggingface.flops import layer_windows
 from ringflash.sequence.padding import IGNORE_INDEX
-from ringflash.training.seeding import seeded
 
 Batch = dict[str, Any]
 LEARNING_RATE = 0.01  # of the SGD step that is compared

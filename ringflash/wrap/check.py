@@ -3,7 +3,7 @@
 check_runs
   ring, whole    a run on shards, and one on the whole sequence: the inputs of every attention, what other layers are
                  given, what the outermost modules return, each by position; and the loss
-  both again     with random numbers, which are those of the positions, in place of what the last layers return: a model
+  both, 3 times  with random numbers, which are those of the positions, in place of what the last layers return: a model
                  that was just initialised has nearly the same loss for every token, so that a wrong mean would pass
 """
 

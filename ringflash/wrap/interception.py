@@ -36,9 +36,9 @@ from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer, is_eager
+from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
-from ringflash.training.seeding import seeded_by_rank
 
 _RING = "ring_attention.default"  # of torch.ops.ringflash; RingAttention and transformers models on a ring call it
 _ATTENTION = ("attention", "flash_attn", "flash_fwd")  # parts of the names of attention operators
@@ -197,9 +197,8 @@ class Interception(TorchFunctionMode):
         """Call a function that draws a number for each element; they then differ between ranks, as their tokens do."""
         if self.checkpoint not in (None, _checkpoint_state()):
             self._refuse(
-                f"draw {func.__name__} in a forward that is checkpointed as a whole, got a checkpoint or no_grad "
-                "around a part of it, which would draw other numbers in the backward; checkpoint a module of your own "
-                "class"
+                event=f"{func.__name__} runs inside a checkpoint (or no_grad) that covers only a part of this layer, "
+                "so the backward would draw other numbers; checkpoint a whole module of your own class instead"
             )
         x: Tensor = args[0] if args else kwargs["logits" if "logits" in kwargs else "input"]
         with torch._C.DisableTorchFunction(), seeded_by_rank(self.state.options.group, x.device):
@@ -226,14 +225,15 @@ class Interception(TorchFunctionMode):
             self._refuse(f"attend with as many heads in k as in q, got {shapes}; pass enable_gqa=True")
         if self.checkpoint != _checkpoint_state():
             self._refuse(
-                "attend in a forward that is checkpointed as a whole, got a checkpoint or no_grad around the call "
-                "alone; checkpoint the module, not a function in it"
+                event="attention runs inside a checkpoint (or no_grad) that covers only the call; checkpoint the "
+                "module, not a function in it"
             )
 
-    def _refuse(self, rest: str) -> None:
-        """Raise NotImplementedError on every rank, naming the layer."""
+    def _refuse(self, rule: str = "", *, event: str = "") -> None:
+        """Raise NotImplementedError on every rank, naming the layer and the rule that it breaks, or what happened."""
+        said = f": {event}" if event else f" must {rule}"
         with torch._C.DisableTorchFunction():
-            _raise_on_every_rank(self.state.key, f"{self.state.name_of(self.layer)} must {rest}.", NotImplementedError)
+            _raise_on_every_rank(self.state.key, f"{self.state.name_of(self.layer)}{said}.", NotImplementedError)
 
 
 def _replace(attend: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

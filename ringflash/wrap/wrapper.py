@@ -20,10 +20,11 @@ from torch import nn
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
+from ringflash.comm.modules.buffers import ChangedBuffers
+from ringflash.comm.modules.fsdp_units import align_during_forward
+from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.sequence.layout import granularity
-from ringflash.training.buffers import ChangedBuffers
-from ringflash.training.fsdp_units import align_during_forward
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -71,7 +72,10 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = ModelRing(resolve(group), layout, impl, transport, deterministic, fp8_backward)
+    options = ModelRing(
+        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
+        fp8_backward=fp8_backward,
+    )  # fmt: skip
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -81,6 +85,7 @@ def wrap_attention(
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
     module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
+    module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
     module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
@@ -122,7 +127,7 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
             f"module must be the one that was wrapped, {state.root}, got its {state.name_of(module)}; pass the root."
         )
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
-    local = ModelRing(None, "contiguous")  # of any length
+    local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
         if isinstance(getattr(layer, "_ringflash", None), ModelRing):
             changes += [(layer, "_ringflash", local), (layer._ringflash_inputs, "options", local)]
@@ -267,6 +272,7 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             state.check_called()
         if compared:
             self._ringflash_buffers.end(self, state.options.group)
+            self._ringflash_gradients.begin(self, state.options.group, result)
         return result
 
     return entry

@@ -186,13 +186,22 @@ def share_of_exp_before_last_wait(loop: Loop) -> float:
 
 def exp_within_turns(loop: Loop) -> int:
     """exp2 between taking a turn (waiting at named barrier 8 or 9) and passing it, round the loop."""
+    return _within_turns(loop, "MUFU.EX2")
+
+
+def products_within_turns(loop: Loop) -> int:
+    """Products issued between taking a turn and passing it, round the loop."""
+    return _within_turns(loop, "HGMMA")
+
+
+def _within_turns(loop: Loop, opcode: str) -> int:
     count, within = 0, False
     for x in loop.instructions * 2:
         if x.opcode.startswith("BAR.SYNC") and x.operands.startswith(("0x8", "0x9")):
             count, within = 0, True
         elif x.opcode.startswith("BAR.ARV"):
             within = False
-        elif within and x.opcode.startswith("MUFU.EX2"):
+        elif within and x.opcode.startswith(opcode):
             count += 1
     return count
 

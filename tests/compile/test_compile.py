@@ -24,7 +24,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.known_spills import KNOWN_SPILLS
 from tests.compile.report import compile_all
-from tests.compile.sass import Loop, exp_within_turns, share_of_exp_before_last_wait
+from tests.compile.sass import Loop, exp_within_turns, products_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
 from tests.compile.variants import (
     dq_launch,
@@ -183,6 +183,11 @@ def _overlaps(launch: Launch) -> bool:
     return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
+def _takes_turns(launch: Launch) -> bool:
+    """Return whether a forward's consumers are meant to issue their products in turns."""
+    return any(value.tiles.turns for value in launch.constants.values() if hasattr(value, "tiles"))
+
+
 def _unmasked_loops(launch: Launch) -> list[Loop]:
     return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
 
@@ -207,6 +212,22 @@ def test_exp_of_dq_is_out_of_turn(launch, compiled):
     """The other consumer may issue its products before this one computes exp2."""
     loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
     assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in FORWARD if launch.name == "forward_kernel" and _takes_turns(launch)])
+def test_products_are_issued_in_turns(launch, compiled):
+    """A consumer issues both products of a step before the other one may, and computes exp2 out of turn."""
+    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    assert loops and all(products_within_turns(loop) == loop.counts["HGMMA"] for loop in loops)
+    assert all(exp_within_turns(loop) == 0 for loop in loops)
+
+
+@_of([launch for launch in BACKWARD if launch.name == "backward_keys"])
+def test_turn_is_passed_at_its_place(launch, compiled):
+    """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
+    after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]
+    passed = [exp_within_turns(loop) for loop in compiled[launch].program.loops if not loop.masked]
+    assert len(passed) == 2 and after <= min(passed) <= after + 6
 
 
 @pytest.fixture

@@ -32,12 +32,7 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
         {"cp_size": 2, "dp_replicate_size": 2},
         {"save_strategy": "steps", "save_steps": 1},
     ),
-    "packed, windows": (
-        "qwen3_window",
-        True,
-        {"cp_size": 4},
-        {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"},
-    ),
+    "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
     "fsdp, adapted": ("llama adapted", True, {"cp_size": 4}, {"fsdp": True, "fsdp_config": LAYERS}),
@@ -53,8 +48,6 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, case: str, tmp
     for rank, ring in enumerate(rings):
         assert len(ring["logged"]) == 4 and "eval_loss" in ring["logged"][-1]
         assert_alike(ring, one)
-        assert round(ring["eval_steps"]) == round(one["eval_steps"]) == 2
-        assert ring["flos"] in (one["flos"], None)
         assert rank > 0 or set(ring["parameters"]) == set(one["parameters"])
     if "save_steps" in options:  # one process goes on from the ring's first checkpoint
         (resumed,) = alone.run(trainer.train, f"{tmp_path}/ring", name, packed, sizes, options, True)
@@ -72,7 +65,7 @@ def assert_alike(ring: dict[str, Any], one: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name, changes", [("chunks", {}), *(("llama", x) for x in models.ROTATIONS.values())])
 @on_ranks(2)
 def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, changes: dict[str, Any]) -> None:
-    """Rows that are all padded, which become documents of one row, and a row of 21 tokens, which the layout pads.
+    """A row of 21 tokens, which the layout pads, and rows that are all padded, which become documents of one row.
 
     "chunks" is Llama 4, whose attention counts positions.
     """
@@ -81,8 +74,8 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
     ids = models.tokens(2)[:, :21]
     mask = torch.ones_like(ids)
     mask[:, 17:] = 0
-    for rows, shown in ((ids, mask), (ids[:1], torch.ones_like(mask[:1]))):
-        batch = {"input_ids": rows, "attention_mask": shown}
+    for rows, shown, positions in ((ids[:1], torch.ones_like(mask[:1]), torch.arange(21)[None]), (ids, mask, None)):
+        batch = {"input_ids": rows, "attention_mask": shown, "position_ids": positions}
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
+from ringflash.attention.options import Algorithm
 from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
@@ -157,6 +158,12 @@ def test_shared_kv_heads() -> None:
     assert ulysses.shared_kv_heads(8, 32, 8) == tuple(range(8))
 
 
+def test_gradients_of_shared_heads_are_summed_in_fp32() -> None:
+    """In bf16 256 + 1 is 256."""
+    grad = torch.tensor([256.0, 1.0, 1.0, 1.0]).bfloat16().view(1, 1, 4, 1)
+    assert ulysses._sum_shared(grad, (0, 0, 0, 0), 1).item() == 260
+
+
 @on_ranks(4)
 def test_low_precision_of_shared_heads(ctx: Context) -> None:
     """The gradients of one KV head are the sum of four ranks' or two."""
@@ -167,7 +174,7 @@ def test_low_precision_of_shared_heads(ctx: Context) -> None:
 def without(ctx: Context, name: str) -> float:
     """Largest part of the tolerance that a call spends if one step is wrong."""
     wrong: dict[str, Callable[..., Any]] = {
-        "_pieces": lambda self, x, rank, by_rank: _PIECES(self, x if by_rank else x.movedim(2, 0), rank, True),
+        "_chunks_of": lambda self, x, rank, by_rank: _CHUNKS_OF(self, x if by_rank else x.movedim(2, 0), rank, True),
         "_sum_shared": lambda grad, shared, heads: grad[:, :, :heads],
     }
     owner = ulysses if name == "_sum_shared" else AllToAll
@@ -176,10 +183,10 @@ def without(ctx: Context, name: str) -> float:
         return max(ratio.maximum for ratio in ring_check.measure(on_hosts(ctx, 2), case, 6, "float64", "reference"))
 
 
-_PIECES = AllToAll._pieces
+_CHUNKS_OF = AllToAll._chunks_of
 
 
-@pytest.mark.parametrize("name", ["_pieces", "_sum_shared"])
+@pytest.mark.parametrize("name", ["_chunks_of", "_sum_shared"])
 def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
     assert min(pool.run(without, name)) > 1
 
@@ -211,12 +218,12 @@ def test_each_key_enters_a_host_once(pool: Pool, case: Case) -> None:
 
 
 def from_names(ctx: Context, hosts: list[str]) -> list[str]:
-    """Errors of a call over a group that finds its hosts by itself, and of one with other heads."""
+    """Errors of a call over a group that finds its hosts, of one name, by itself, and of one with other heads."""
     texts = []
     group = torch.distributed.new_group(list(range(ctx.size)))
     for num_heads in (4, 6, 6):
         case = Case(num_heads=num_heads, transport="by_host")
-        with mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")):
+        with mock.patch("ringflash.comm.hosts.this_host", lambda: Host("image", hosts[ctx.rank])):
             try:
                 ring_check.check(ctx._replace(group=group), case)
                 texts.append("")
@@ -242,8 +249,11 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(hosts[ctx.rank], "")),
         mock.patch.object(plan, "choose_transport", lambda *_: plan.UNDECIDED),
         mock.patch.object(
-            plan, "open_transport", lambda name, group: PointToPoint("gloo", group) if name != plan.UNDECIDED else None
+            plan,
+            "open_transport",
+            lambda name, group: PointToPoint("gloo", group) if name is not plan.UNDECIDED else None,
         ),
+        mock.patch.object(plan, "ring_over", lambda _: Algorithm.RING),
         mock.patch.object(plan, "transport_name", lambda channel: "gloo" if channel else "nccl"),
     ):
         before = ringflash.explain(x, x, x, group=ctx.group)
@@ -253,11 +263,11 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
 
 def test_auto_takes_by_host(pool: Pool) -> None:
     for before, (four, three) in pool.run(chosen_by_auto, ["a", "a", "b", "b"]):
-        assert "transport copy_engine, by_host or nccl (decided by the first call)" in before
-        assert "transport by_host (2 x 2 (hosts x GPUs))" in four
+        assert "algorithm gather or by_host, transport copy_engine or nccl (decided by the first call)" in before
+        assert "algorithm by_host, transport gloo (2 x 2 (hosts x GPUs))" in four
         assert "all-to-all of heads: 2 of 4 query heads of 16 rows of the host, 2 of 4 KV heads" in four
         assert "attention between ranks (" in four and "step 0: K/V of rank" in four
-        assert "transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
+        assert "algorithm ring, transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
     for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
         assert all("gloo (all hosts of the group must have the same number of ranks" in text for text in texts)
     for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
@@ -269,7 +279,8 @@ def test_auto_follows_a_mesh_on_cpus(ctx: Context) -> None:
     ctx = on_hosts(ctx, 2)
     ring_check.check(ctx, Case())
     x = torch.ones(1, 8, 4, 16)
-    assert str(ringflash.explain(x, x, x, group=ctx.group).transport) == "by_host"
+    explained = ringflash.explain(x, x, x, group=ctx.group)
+    assert (explained.algorithm, explained.transport) == ("by_host", "gloo")
 
 
 def test_hosts_from_names() -> None:

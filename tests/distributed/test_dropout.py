@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
-from ringflash.comm import cuda_graphs
+from ringflash.comm import cuda_graphs, seeding
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
 
@@ -51,7 +52,7 @@ def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
 
     def step(reentrant: bool | None, rate: float) -> tuple[list[Tensor], list[Any], Tensor]:
         config = transformers.PhiConfig(**models.TINY, embd_pdrop=rate, resid_pdrop=rate, hidden_act="gelu")
-        with ringflash.training.seeding.seeded(0):
+        with seeding.seeded(0):
             model = transformers.PhiForCausalLM._from_config(
                 config, attn_implementation="ringflash", dtype=torch.float64
             )
@@ -122,6 +123,23 @@ def test_a_refused_forward_leaves_the_generators_as_they_were(ctx: Context) -> N
         assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_generators_of_both_devices_are_seeded(on_gpu: bool) -> None:
+    """A forward on a GPU draws from its generator, for which a second one of the CPU stands, and from no other."""
+    gpu = torch.Generator()
+    drawn, after = [], []
+    with mock.patch.object(torch.cuda, "default_generators", (gpu,)):
+        for rank in range(2):
+            for generator in (torch.default_generator, gpu):
+                generator.manual_seed(5)
+            for _ in range(2):
+                with seeding.seeded_by_rank(mock.Mock(**{"rank.return_value": rank}), torch.device("cuda", 0)):
+                    drawn.append(torch.rand(8, generator=gpu if on_gpu else None))
+            after.append([torch.get_rng_state(), gpu.get_state()])
+    assert not any(torch.equal(x, y) for x, y in combinations(drawn, 2))
+    assert all(map(torch.equal, *after))
+
+
 class Dropping(own.Model):
     """Own layers with dropout between them."""
 
@@ -188,7 +206,7 @@ def test_own_module(ctx: Context, reentrant: bool | None, compiled: bool) -> Non
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
 def test_a_checkpoint_that_would_draw_another_mask_is_refused(ctx: Context, reentrant: bool) -> None:
-    with pytest.raises(NotImplementedError, match="after.0 must draw dropout in a forward that is checkpointed as a"):
+    with pytest.raises(NotImplementedError, match="after.0: dropout runs inside a checkpoint .* covers only a part"):
         step(ctx, False, reentrant=reentrant, function=True)
 
 

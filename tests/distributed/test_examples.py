@@ -50,7 +50,7 @@ def run(code: str, folder: Path, num_ranks: int = 2) -> str:
     ("document", "start", "printed", "times"),
     [
         ("wrapping", "# loop.py", "loss", 3),
-        ("rl", "# policy.py", "loss", 3),
+        ("huggingface", "# policy.py", "loss", 3),
         ("ring-flash-attention", "# attention.py", "norm", 1),
     ],
 )

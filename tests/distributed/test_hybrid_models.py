@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64; needs the huggingface extra. One process runs
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from copy import deepcopy
@@ -75,8 +76,13 @@ def test_loss_and_gradients_equal_one_process(
 
 
 def example_prints(ctx: Context) -> str:
-    code = example("docs/hybrid.md", "# hybrid.py")
-    for line in ('dist.init_process_group("gloo")\n', "dist.destroy_process_group()\n"):  # the pool has joined
+    """With the page's program, whose configuration is that of a hybrid model; the pool has joined."""
+    code = example("docs/huggingface.md", "# train.py")
+    code, count = re.subn(r"    config = LlamaConfig\(.*?\n    \)\n", "", code, flags=re.DOTALL)
+    assert count == 1
+    hybrid = example("docs/huggingface.md", "config = Qwen3NextConfig")
+    code = f"from transformers import Qwen3NextConfig\n{hybrid}\n{code}"
+    for line in ('dist.init_process_group("nccl" if cuda else "gloo")\n', "dist.destroy_process_group()\n"):
         assert line in code
         code = code.replace(line, "")
     with redirect_stdout(StringIO()) as printed:
@@ -133,6 +139,13 @@ def _other_length(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     batch |= huggingface.prepare_batch(tokens()[:, : LENGTH - 8 * ctx.rank], group=ctx.group)
 
 
+def _other_documents(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
+    """The layout "balanced" follows them."""
+    huggingface.set_group(model, ctx.group, layout="balanced")
+    bounds = torch.tensor((0, 8 + 4 * ctx.rank, LENGTH), dtype=torch.int32)
+    batch |= huggingface.prepare_batch(tokens(), group=ctx.group, cu_seqlens=bounds, layout="balanced")
+
+
 def _other_layers(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     model.model.layers[1 + ctx.rank].forward = lambda x, *_, **__: x
 
@@ -141,6 +154,7 @@ def _other_layers(ctx: Context, model: torch.nn.Module, batch: dict) -> None:
     "change, message",
     [
         (_other_length, r"recurrent layer on \[1, 12, 16\] \(rank 0\), \[1, 8, 16\] \(rank 1\)"),
+        (_other_documents, r"cu_seqlens \d+ \(rank 0\), \d+ \(rank 1\)"),
         (_other_layers, "forward of Qwen3_5Attention 2.*forward of Qwen3_5GatedDeltaNet 1"),
     ],
 )

@@ -118,7 +118,11 @@ def test_values_and_gradients_are_those_of_one_process(ctx: Context, kind: str, 
 
 @pytest.mark.parametrize(
     "name, changes, kind",
-    [("chunks", {}, "packed"), *(("llama", changes, "one") for changes in models.ROTATIONS.values())],
+    [
+        ("chunks", {}, "packed"),
+        ("llama", models.ROTATIONS["dynamic"], "packed"),  # each document is shorter than 16 tokens
+        *(("llama", changes, "one") for changes in models.ROTATIONS.values()),
+    ],
 )
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
@@ -142,6 +146,7 @@ def test_lengths_and_positions_are_those_without_padding(
     [
         ({"attention_mask": padding().flip(1)}, "set tokenizer.padding_side = 'right'"),
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be above 0, got nan"),
         ({"temperature": 0.5}, "temperature 1.0 (rank 0), 0.5 (rank 1)"),
         ({"return_entropy": True}, "return_entropy False (rank 0), True (rank 1)"),
         ({"input_ids": tokens(2).flip(1)}, "must be the same on all ranks of the group"),

@@ -150,6 +150,20 @@ def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
         assert (error > 1e-3) == (ctx.rank > 0)
 
 
+def test_steps_of_a_scan_are_computed_in_fp32() -> None:
+    """Inputs in bf16."""
+    seen: list[Tensor] = []
+
+    def scan(x: Tensor, dt: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, None]:
+        seen.append(dt)
+        return x, None
+
+    inputs = {name: x.bfloat16() for name, x in mamba_inputs(1).items()}
+    recurrent.mamba2_scan(scan, **inputs, stretch=Stretch.of(LENGTH), dt_softplus=True)
+    want = torch.nn.functional.softplus(inputs["dt"].float() + inputs["dt_bias"].float())
+    torch.testing.assert_close(seen[0], want, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("layout, length", [("zigzag", 24), ("striped", 256), ("contiguous", 12)])
 @on_ranks(4)
 def test_order_and_back(ctx: Context, layout: str, length: int) -> None:

@@ -1,4 +1,4 @@
-"""Examples of docs/accelerate.md, and those of docs/rl.md with TRL, run as printed on two CPU processes over gloo.
+"""Examples of docs/accelerate.md run as printed on two CPU processes over gloo.
 
 The first one by the command of its first line, up to torchrun; the others on workers that have begun. Qwen3-0.6B is a
 tiny model in a folder of that name.
@@ -128,5 +128,5 @@ def test_trl_fine_tunes(folder: Path) -> None:
 
 def test_trl_learns_from_rewards(folder: Path) -> None:
     pytest.importorskip("trl")
-    run(example("docs/rl.md", "# grpo.py"), folder)
+    run(example("docs/accelerate.md", "# grpo.py"), folder)
     assert has_learned(folder / "runs/grpo/checkpoint-2", folder)

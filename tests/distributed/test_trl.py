@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import trainer
-from tests.helpers.pool import Pool
+from tests.helpers import models, trainer
+from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("trl")
 
@@ -37,6 +37,21 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp
         for name, want in one["parameters"].items():
             atol = UPDATES * torch.finfo(torch.float32).eps
             torch.testing.assert_close(ring["parameters"][name], want, rtol=0, atol=atol)
+
+
+@on_ranks(2)
+def test_the_routers_loss_is_that_of_the_whole_sequence(ctx: Context) -> None:
+    """On every rank: TRL's trainers add it to their loss."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from ringflash.accelerate.forward import put_on_ring
+
+    ring, whole = (models.build("qwen3_experts", "sdpa", output_router_logits=True) for _ in range(2))
+    add_fused_lm_head(ring)
+    put_on_ring(ring, ctx.group)
+    ids = models.tokens(2)
+    got = ring(input_ids=ids, labels=ids, fused_lm_head=True).aux_loss
+    torch.testing.assert_close(got, whole(ids).aux_loss.to(got), rtol=1e-6, atol=0)
 
 
 def refusal(**changes: Any) -> str:

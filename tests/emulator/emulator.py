@@ -40,7 +40,7 @@ from tests.emulator.scheduler import Scheduler
 from tests.emulator.values import EmulationError, Pointer, Tensor
 
 _PACKAGE = "ringflash_kernels.hopper"
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "ptx_options")
 # compat's own wrappers of compiler operations
 _BUILTINS = {"tma_reduce_add": memory.tma_reduce_add, "reinterpret": memory.SharedMemory.reinterpret}
 

@@ -176,6 +176,9 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     function, args = functions_and_args[0]
     result = function(*args)
     default.pause(lambda: all(task.done for task in workers), "its workers to end")
+    left = {number: threads for number, (threads, _) in block.named.items() if threads}
+    if left:
+        raise EmulationError(f"threads are left at named barriers when the kernel ends: {left}")
     return result
 
 
@@ -232,8 +235,12 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if "cvt.rn.satfinite.e4m3x2.f32" in asm:  # pairs_in_e4m3
         low, high = (x.to(real_gl.float8e4nv).data.view(np.uint8).astype(np.uint16) for x in args)
         return Tensor((high << 8 | low).view(np.int16), real_gl.int16)
-    if "max.s32" in asm and "vote.sync.any" in asm:
-        return _largest_of_rows(args[0])
+    if "max.f32" in asm:  # maxima_of_rows
+        return _in_first_registers(args[0], np.fmax.reduce)
+    if "max.s32" in asm and "vote.sync.any" in asm:  # largest_of_rows
+        return _in_first_registers(args[0], _largest)
+    if asm == "mov.b32 $0, $1;":  # opaque
+        return args[0]
     if asm == "mul.rn.f32 $0, $1, $2;":
         return args[0] * args[1]
     raise NotImplementedError(f"the emulator does not know the instruction {asm!r}")
@@ -246,14 +253,18 @@ def _e4m3_of_bits(x: Tensor) -> Tensor:
     return Tensor(bits.astype(np.uint8).view(numpy_dtype(real_gl.float8e4nv)), real_gl.float8e4nv)
 
 
-def _largest_of_rows(bits: Tensor) -> Tensor:
-    """The largest of each lane's columns of a row, where the lane's first register is; elsewhere nothing defined."""
-    rows, columns = bits.shape
-    lanes = bits.data.reshape(rows, columns // 8, 4, 2)
-    top = lanes.max((1, 3))
-    result = np.full(lanes.shape, poison(bits.data.dtype), bits.data.dtype)
-    result[:, 0, :, 0] = np.where(top < 0, lanes.min((1, 3)), top)
-    return Tensor(result.reshape(rows, columns), bits.dtype)
+def _largest(bits: np.ndarray, axis: tuple[int, int]) -> np.ndarray:
+    top = bits.max(axis)
+    return np.where(top < 0, bits.min(axis), top)
+
+
+def _in_first_registers(x: Tensor, reduce) -> Tensor:
+    """Each lane's columns of a row, reduced to where the lane's first register is; elsewhere nothing defined."""
+    rows, columns = x.shape
+    lanes = x.data.reshape(rows, columns // 8, 4, 2)
+    result = np.full(lanes.shape, poison(x.data.dtype), x.data.dtype)
+    result[:, 0, :, 0] = reduce(lanes, axis=(1, 3))
+    return Tensor(result.reshape(rows, columns), x.dtype)
 
 
 def _float_function(function):

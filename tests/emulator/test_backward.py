@@ -350,6 +350,15 @@ FAULTS = {
 }
 
 
+# The same for the turns of two consumers.
+FAULTS_IN_TURNS = {
+    "the first turn is not passed": ("backward.keys", "    if W == 1:\n        pass_turn(step, W)\n", ""),
+    "a turn is not passed": ("backward.keys", "p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)", "pass"),
+    "a turn is passed to oneself": ("backward.keys", "sm.TURN_AFTER, 9 - W, 256", "sm.TURN_AFTER, 8 + W, 256"),
+    "the last turn is not taken": ("backward.keys", "if W == 0:\n        take_turn", "if W == 2:\n        take_turn"),
+}
+
+
 # The same for the separate kernel of dQ, and for the kernel of keys that goes with it.
 FAULTS_APART = {
     "a partly masked block runs unmasked": (
@@ -411,6 +420,11 @@ def _assert_caught(fault: tuple[str, str, str], shape: Shape) -> None:
         assert_close(*_gradients(mask, shape, emulator=emulator, in_step=True))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize("fault", FAULTS_IN_TURNS.values(), ids=FAULTS_IN_TURNS.keys())
+def test_planted_faults_are_caught_in_turns(fault):
+    _assert_caught(fault, Shape(128))
 
 
 @pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())

@@ -100,6 +100,8 @@ def test_named_barrier_orders_partitions():
         assert counter.tolist() == [1, 1]
     with pytest.raises(EmulationError, match="named barrier 8"):
         _toys(fault=("(ping, (counter, 8))", "(ping, (counter, 9))")).ping_pong[(1,)](torch.zeros(2).int())
+    with pytest.raises(EmulationError, match="left at named barriers"):
+        _toys(fault=("named_barrier(0, ID, 256, False)", "pass")).ping_pong[(1,)](torch.zeros(2).int())
 
 
 def test_integers_are_the_devices():

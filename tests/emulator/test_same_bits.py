@@ -44,9 +44,9 @@ def _equal(shape: Shape, whole: SequenceMask, single: Mask, cp_size: int, layout
     for rank in range(cp_size):
         gathering = schedule.plan_gather(whole, cp_size, rank, layout)
         keys = torch.full((gathering.num_rows,), -1)
-        for piece in gathering.pieces:
-            owned = ringflash.local_positions(LENGTH, cp_size, piece.owner, layout)
-            keys[piece.row : piece.row + piece.size] = owned[piece.start : piece.start + piece.size]
+        for segment in gathering.segments:
+            owned = ringflash.local_positions(LENGTH, cp_size, segment.owner, layout)
+            keys[segment.row : segment.row + segment.size] = owned[segment.start : segment.start + segment.size]
         rows = ringflash.local_positions(LENGTH, cp_size, rank, layout)
         got = _launch(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], gathering.mask, shape)
         same -= {name for name in ("out", "lse", "dq") if not torch.equal(got[name], want[name][:, rows])}

@@ -1,5 +1,5 @@
 """The dense attention against which `ringflash verify` compares is the tests' oracle."""
 
-from ringflash.oracle.dense import attention, visible
+from ringflash.testing.dense import attention, visible
 
 __all__ = ["attention", "visible"]

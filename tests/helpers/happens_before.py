@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.lanes import T, ViewCache
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 CALLER = "caller"  # stream on which calls are made
 
@@ -187,7 +187,7 @@ class Rank:
         return node
 
     def place(self) -> None:
-        """Raise MemoryError if the step is to fail here: where lanes get work, or attention between hosts opens."""
+        """Raise MemoryError if the step is to fail here: where lanes get work."""
         if self.places_left is not None:
             self.places_left -= 1
             if self.places_left < 0:
@@ -246,7 +246,7 @@ class Point(NamedTuple):
 
 
 class RecordedMemory:
-    """Peer memory of one rank, as `ringflash.comm.transport.PeerMemory`, over which nothing moves."""
+    """Peer memory of one rank, as `ringflash.comm.transport.GroupAreas`, over which nothing moves."""
 
     num_buffers, name = 2, "copy_engine"
 
@@ -331,7 +331,7 @@ class RecordedMemory:
 
 
 class RecordedMessages(RecordedMemory):
-    """Memory of messages, as `ringflash.comm.transport.MessageMemory` over NCCL, which has one stream for them."""
+    """Memory of messages, as `ringflash.comm.transport.NcclGather` over NCCL, which has one stream for them."""
 
     num_buffers, name = 3, "nccl"
 

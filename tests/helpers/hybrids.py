@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringflash import huggingface
-from ringflash.training.seeding import seeded
+from ringflash.comm.seeding import seeded
 
 TINY = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,

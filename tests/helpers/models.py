@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ringflash import huggingface
-from ringflash.training.seeding import seeded
+from ringflash.comm.seeding import seeded
 
 TINY = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -4,7 +4,7 @@
     worst(got, want, baseline)
 
 fp64 is the truth; what the same step loses in the lower dtype of the ranks, in one process, is the budget
-(ringflash/oracle/tolerance.py).
+(ringflash/testing/tolerance.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
-from ringflash.training.seeding import seeded
+from ringflash.comm.seeding import seeded
 
 VOCAB, WIDTH, HEADS, LENGTH = 31, 16, 4, 32
 

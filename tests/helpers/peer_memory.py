@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import sections
+from ringflash.attention.options import Algorithm
 from ringflash.comm.group import HostSplit
-from ringflash.comm.transport import MessageMemory, PointToPoint
+from ringflash.comm.transport import NcclGather, PointToPoint
+from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.lanes import T, ViewCache
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 
 DELAY_S = 0.004
 TIMEOUT_S = 20.0
@@ -213,7 +214,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         pause = min(1.3 * pause, 0.02)
 
 
-class MessageThreads(Threads, MessageMemory):  # type: ignore[misc]
+class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
     """Messages over gloo in the order in which they were issued, whatever their lanes do, as NCCL's stream has them."""
 
     def __init__(self, channel: PointToPoint) -> None:
@@ -275,7 +276,7 @@ def messages_by_heads() -> Iterator[None]:
         return made.setdefault(key, MessageThreads(key))
 
     with (
-        mock.patch("ringflash.attention.plan.CallPlan.gathers_by_heads", lambda *_: True),
+        mock.patch("ringflash.attention.plan.ring_over", lambda _: Algorithm.GATHER),
         mock.patch("ringflash.attention.plan.message_memory", memory),
     ):
         yield

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from ringflash import RingAttention, huggingface
 from ringflash import loss as token_loss
 from ringflash.attention.ring_of_hops import GradientExchange
+from ringflash.comm.seeding import seeded
 from ringflash.huggingface import attention_function
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence import layout
 from ringflash.sequence.padding import IGNORE_INDEX
-from ringflash.training.seeding import seeded
 from ringflash.verify import Training
 from tests.helpers.models import build
 

@@ -101,12 +101,10 @@ class Process:
         host, rail = everyone[index - index % size :][:size], everyone[index % size :: size]
         memory = self._memory(call, f"heads of {host}", host)
 
-        def inner(q: torch.Tensor, k: torch.Tensor) -> Any:
-            self.rank.place()
-            if len(rail) == 1:
-                return RingOfHops(None, None, "reference", 1.0, False)  # type: ignore[arg-type]
-            return self._gather(call, self._memory(call, f"nccl of {rail}", rail))
-
+        if len(rail) == 1:
+            inner: Any = RingOfHops(None, None, "reference", 1.0, False)  # type: ignore[arg-type]
+        else:
+            inner = self._gather(call, self._memory(call, f"nccl of {rail}", rail))
         return Ulysses(inner, memory, host, memory, call.layout, CallNumber(1))  # type: ignore[arg-type]
 
     def _memory(self, call: Call, kind: str, members: tuple[int, ...]) -> RecordedMemory:

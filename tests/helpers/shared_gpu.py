@@ -12,7 +12,7 @@ import os
 
 import torch
 
-from ringflash.comm.transport import peer_memory
+from ringflash.comm.transport import copy_engine
 
 
 def num_gpus(num_ranks: int) -> int:
@@ -34,7 +34,7 @@ def use_gpu(rank: int, num_ranks: int) -> torch.device:
     if is_shared(num_ranks):
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        peer_memory._check_locations = lambda places: None
+        copy_engine._check_locations = lambda places: None
     device = torch.device("cuda", rank % num_gpus(num_ranks))
     torch.cuda.set_device(device)
     return device

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from ringflash.training.seeding import seeded
+from ringflash.comm.seeding import seeded
 from tests.helpers import models
 from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
@@ -123,15 +123,13 @@ def train(
     if not arguments.fsdp:  # for which accelerate wants an optimizer
         trainer.evaluate()
     trainer.train(f"{folder}/checkpoint-1" if resume else None)
-    speed = trainer.evaluate()
-    names = "loss", "grad_norm", "eval_loss", "num_input_tokens_seen"
+    trainer.evaluate()
+    names = "loss", "grad_norm", "eval_loss"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {
         "logged": [x for x in logged if x],
         "parameters": {k: x.clone() for k, x in saved.items()},
-        "eval_steps": speed["eval_steps_per_second"] * speed["eval_runtime"],
-        "flos": trainer.state.total_flos if packed or rings == 1 else None,  # rings pad their rows to other lengths
     }
 
 

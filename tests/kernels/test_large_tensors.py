@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringflash.oracle import dense
+from ringflash.testing import dense
 from ringflash_kernels.api import attention_backward, attention_forward
 from tests.helpers.tolerance import assert_close
 

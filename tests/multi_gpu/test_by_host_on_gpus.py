@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.comm import transport as transports
 from ringflash.comm.group import Host
-from ringflash.comm.transport import peer_memory
+from ringflash.comm.transport import copy_engine
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -52,7 +52,7 @@ def heads_over(name: str) -> Iterator[None]:
 
 
 def out_of_reach() -> mock._patch:
-    return mock.patch.object(peer_memory, "_check_locations", mock.Mock(side_effect=peer_memory.OutOfReach("planted")))
+    return mock.patch.object(copy_engine, "_check_locations", mock.Mock(side_effect=copy_engine.OutOfReach("planted")))
 
 
 def measure(ctx: Context, transport: str, way: str, *args: object) -> list[Ratio]:
@@ -94,7 +94,7 @@ def chosen_by_auto(ctx: Context, *args: object) -> tuple[list[Ratio], str]:
         mock.patch("ringflash.comm.hosts.this_host", lambda: Host(f"host{2 * ctx.rank // ctx.size}", "")),
     ):
         spent = [ratio for _ in range(2) for ratio in ring_check.measure(ctx, case, *rest)]  # type: ignore[arg-type]
-        return spent, str(ringflash.explain(x, x, x, group=ctx.group).transport)
+        return spent, ringflash.explain(x, x, x, group=ctx.group).algorithm
 
 
 def test_auto(pool: Pool, setup: Setup, table: Table) -> None:

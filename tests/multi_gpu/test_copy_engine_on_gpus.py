@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from ringflash.comm.transport import SymmetricMemory, open_transport
+from ringflash.comm.transport import CopyEngine, open_transport
 from ringflash.comm.transport.exchanges import Exchanges
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, all_cases
@@ -167,7 +167,7 @@ def after_a_mapping_of_one_rank(ctx: Context, impl: str) -> bool:
         return out
 
     before, memory = call(), open_transport("copy_engine", ctx.group)
-    assert isinstance(memory, SymmetricMemory)
+    assert isinstance(memory, CopyEngine)
     ringflash.release_buffers()
     if ctx.rank == 0:
         alone = Exchanges(lambda: memory._empty(16), ctx.device)

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.attention.gather_by_heads import BackwardUnits
 from ringflash.attention.ulysses import Ulysses
+from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.lanes import Lanes
-from ringflash.comm.transport.peer_memory import SymmetricMemory
 from tests.helpers.peer_memory import SharedMemory, copy_engine
 from tests.helpers.pool import Context, Pool
 from tests.multi_gpu.conftest import Setup
@@ -67,7 +67,7 @@ class Disorder:
     def planted(self) -> Iterator[None]:
         """Delay lanes and copies between GPUs, and give memory back when a section of a backward begins."""
         memory = Lanes if self.device.type == "cuda" else SharedMemory
-        run_in_lane, begin, make_transfer = memory.run_in_lane, BackwardUnits.begin, SymmetricMemory.make_transfer
+        run_in_lane, begin, make_transfer = memory.run_in_lane, BackwardUnits.begin, CopyEngine.make_transfer
 
         def delayed(work: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
@@ -86,7 +86,7 @@ class Disorder:
 
         with (
             mock.patch.object(memory, "run_in_lane", in_lane),
-            mock.patch.object(SymmetricMemory, "make_transfer", lambda *args: delayed(make_transfer(*args))),
+            mock.patch.object(CopyEngine, "make_transfer", lambda *args: delayed(make_transfer(*args))),
             mock.patch.object(BackwardUnits, "begin", begin_without_memory),
         ):
             yield

@@ -38,7 +38,7 @@ def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str
         return unpacked(self, *args)
 
     def publish(self: GatheredKV, *args: Any) -> Any:  # by heads, where views of the operands are kept
-        rounded.add(self.operands.rounded)
+        rounded.add(self.sizes.operands.rounded)
         return published(self, *args)
 
     with ExitStack() as patches:

@@ -5,7 +5,7 @@ own, since process groups and patched libraries stay; all at once on the same GP
 start-up. What a rank found is written part by part (training_worker.py): a part that fails or hangs does not hide the
 ones before it.
 
-In fp64 a step equals that of one process to 1e-11. In bf16 the budget is the house's (ringflash/oracle/tolerance.py):
+In fp64 a step equals that of one process to 1e-11. In bf16 the budget is the house's (ringflash/testing/tolerance.py):
 twice what one process loses to fp64 by plain eager attention in the same precision, and one eps of the largest value,
 for every parameter, at the maximum and in the mean; DeepSpeed has no fp64, and is compared in fp32 too. On the CPU
 (`--backend gloo --impl reference`) a smaller model shows that the tests themselves are right.

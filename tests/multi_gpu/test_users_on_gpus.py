@@ -2,7 +2,7 @@
 
 accelerate shards the model by FSDP2. Recurrences are those that transformers finds: its torch code, if no kernels are
 installed. In fp64 a step equals transformers' own code to 1e-11; in bf16 the budget is the house's
-(ringflash/oracle/tolerance.py), as in test_training_on_gpus.py. Two GPUs or more; `--backend gloo --impl reference`
+(ringflash/testing/tolerance.py), as in test_training_on_gpus.py. Two GPUs or more; `--backend gloo --impl reference`
 shows on the CPU, with a smaller model, that the tests themselves are right.
 """
 

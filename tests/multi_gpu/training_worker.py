@@ -35,11 +35,11 @@ from recipes.lightning.exposed_communication import ExposedCommunication
 from recipes.lightning.text import PackedText, TextData
 from ringflash import huggingface
 from ringflash.comm import transport
+from ringflash.comm.mesh import CONTEXT_AXIS
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
-from ringflash.training.mesh import CONTEXT_AXIS
 from ringflash_kernels import api
 from tests.helpers import own_models as own
 from tests.helpers.dense import visible

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.distributed.checkpoint import FileSystemWriter
 
 from recipes.lightning.resume import SameCheckpoint, complete_checkpoints, is_complete
@@ -230,9 +230,13 @@ class Holds(lightning.Callback):
 
 
 def unequal_state(run: Run) -> None:
-    """State that ranks would lose is refused on every rank, in both formats and also if rank 0 has none of it."""
-    holds, rank = Holds(), dist.get_rank()
-    run.trainer.callbacks.append(holds)
+    """State that ranks would lose is refused on every rank, in both formats and also if rank 0 has none of it.
+
+    The times of Lightning's own callback pass.
+    """
+    holds, timer, rank = Holds(), Timer(), dist.get_rank()
+    timer._offset = float(rank)
+    run.trainer.callbacks += [holds, timer]
     weight = next(run.trainer.lightning_module.parameters()).detach()
     path = run.out / "unequal.ckpt"
     for state, problem in (
@@ -247,6 +251,7 @@ def unequal_state(run: Run) -> None:
         error = message(lambda: run.trainer.save_checkpoint(path))
         assert problem in error and is_complete(path) == (problem == "no error"), error
     run.trainer.callbacks.remove(holds)
+    run.trainer.callbacks.remove(timer)
 
 
 def early_signal(run: Run) -> None:

@@ -21,8 +21,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
-from ringflash.training.mesh import DATA_AXIS
-from ringflash.training.seeding import seeded
+from ringflash.comm.mesh import DATA_AXIS
+from ringflash.comm.seeding import seeded
 from tests.helpers.one_step import Tensors
 from tests.recipes.launching import ROOT, error_of
 

@@ -26,12 +26,12 @@ import ringflash
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from recipes.lightning.text import PackedSequence, PackedText, TextData, is_held_out, text_files
 from ringflash import deepspeed, huggingface
+from ringflash.comm.mesh import CONTEXT_AXIS, DATA_AXIS
+from ringflash.comm.seeding import seeded
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
-from ringflash.training.mesh import CONTEXT_AXIS, DATA_AXIS
-from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.recipes.deepspeed_steps import (
@@ -141,33 +141,46 @@ class WithLoss(nn.Module):
 
 
 def experts(run: Run) -> None:
-    """Each rank needs another expert: zeros at stages 0 and 1, an error on every rank at 2 and 3."""
+    """Each rank needs another expert, in the first of two batches: zeros if gradients wait for the backward's end.
+
+    If they are reduced as they arrive, at stages 2 and 3 and with overlap_comm, that is an error on every rank.
+    """
     group, length = run.mesh[CONTEXT_AXIS].get_group(), 4 * own.LENGTH
     tokens = torch.randint(0, own.VOCAB, (1, length), generator=torch.Generator().manual_seed(1))
+
+    def leave_out(model: nn.Module) -> None:
+        """Let a model not use the second expert any more."""
+        model.get_submodule("model.blocks.0.experts.1").forward = torch.zeros_like  # type: ignore[method-assign]
+
     with seeded(0):
         whole = WithLoss()
-    whole.double()(tokens, torch.arange(length)).backward()
-    for stage in range(4):
+    for _ in range(2):
+        (whole.double()(tokens, torch.arange(length)) / 2).backward()
+        leave_out(whole)
+    for stage, overlap in ((0, False), (1, False), (1, True), (2, True), (3, True)):
         with seeded(0):
             model = ringflash.wrap_attention(WithLoss(), group)
-        config = config_of(f"zero{stage}")
-        config["zero_optimization"].update(overlap_comm=stage > 1, stage3_param_persistence_threshold=0)
+        config = config_of(f"zero{stage}") | {"gradient_accumulation_steps": 2}
+        config["zero_optimization"].update(overlap_comm=overlap, stage3_param_persistence_threshold=0)
         engine, *_ = deepspeed.initialize(
             model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
         )
 
-        def step(engine: Any = engine) -> None:
+        def backward(engine: Any = engine) -> None:
             positions = ringflash.local_positions(length, group.size(), group.rank())
             engine.backward(engine(ringflash.shard_sequence(tokens, group), positions))
 
-        if stage < 2:
-            step()
+        if not overlap:
+            backward()
+            engine.step()
+            leave_out(engine.module)
+            backward()
             for name, p in whole.named_parameters():
                 want = torch.zeros_like(p) if p.grad is None else p.grad
                 got = CP_SIZE * safe_get_full_grad(engine.module.get_parameter(name))
                 assert (got - want).abs().max() <= 1e-4 * want.abs().max(), (stage, name)
         else:
-            error = error_of(step)
+            error = error_of(backward)
             named = "layer model.blocks.0.experts.0 (rank 0), " if stage == 3 else "no gradient of model.blocks.0.exp"
             assert error.startswith(f"all ranks of the group must make the same call, got {named}"), error
 

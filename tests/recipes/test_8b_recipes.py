@@ -19,8 +19,8 @@ import yaml
 from recipes.lightning.compare import newest_curve, read_losses
 from recipes.lightning.train import main as train_cli
 from ringflash.commands.cli import main as ringflash
+from ringflash.commands.overlays import lay_over
 from ringflash.commands.plan.command import read_recipe
-from ringflash.training.overlays import lay_over
 from tests.helpers.plans import read_once  # noqa: F401, a fixture
 from tests.helpers.tokens import write_tokens
 from tests.recipes.launching import ROOT, train

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.lightning.resume import leftovers, newest_checkpoint
 from ringflash.lightning import ContextParallelStrategy
+from ringflash.lightning.checkpoint_loading import SingleFile
 from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from tests.recipes.checkpoint_worker import TESTS
 from tests.recipes.launching import assert_made, read_results, run_ranks, write_text
@@ -56,6 +58,18 @@ def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
         (path / WRITTEN_AT).unlink()
         os.utime(path / COMPLETE, ns=(5, 5 + ("step=7" in path.name)))
     assert newest_checkpoint(tmp_path) == tmp_path / "step=7.ckpt"
+
+
+def test_a_file_whose_groups_name_other_parameters_is_refused(tmp_path: Path) -> None:
+    """Of equal shapes, so that only the names tell."""
+    module, path = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tmp_path / "file.ckpt"
+    named = list(module.named_parameters())
+    content = {"state_dict": module.state_dict(), "optimizer_states": [torch.optim.AdamW(named).state_dict()]}
+    torch.save(content, path)
+    file = SingleFile(path, weights_only=True)
+    file.load_optimizer(0, module, torch.optim.AdamW(named))
+    with pytest.raises(ValueError, match="must have the parameter groups of the optimizer, got groups of .* or others"):
+        file.load_optimizer(0, module, torch.optim.AdamW([*named[2:], *named[:2]]))
 
 
 def test_one_file_is_not_written_beside_the_training() -> None:

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from recipes.lightning.text import SEPARATOR, PackedText, TextData, is_held_out, text_files
+from ringflash.comm.mesh import mesh_sizes
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.data import CountConsumed, _check_epochs
-from ringflash.training.mesh import mesh_sizes
 from tests.recipes.launching import write_text
 
 DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from ringflash.commands import verify
 from ringflash.commands.cli import main
-from ringflash.verify import command as verify
 from tests.helpers.examples import example
 from tests.helpers.forked import forked
 from tests.recipes.launching import ROOT, run_ranks

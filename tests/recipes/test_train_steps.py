@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.device_time import IDLE
 from benchmarks.train_steps import Step, StepTimes, line, plans, schedule
 from ringflash.commands.cli import main as ringflash
-from ringflash.flops import MatmulSizes, training_flops
+from ringflash.huggingface.flops import MatmulSizes, training_flops
 from ringflash.memory import Memory
 from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
 from tests.recipes.launching import ROOT, run_ranks

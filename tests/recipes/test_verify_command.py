@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from ringflash.commands import verify as command
 from ringflash.commands.cli import main
-from ringflash.verify import command
 from tests.helpers.examples import example
 from tests.recipes.launching import ROOT, run_ranks
 from tests.recipes.test_wrap_lightning import write_changed

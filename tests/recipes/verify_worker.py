@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ringflash.commands import verify as command
 from ringflash.commands.cli import main
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of
-from ringflash.verify import command
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

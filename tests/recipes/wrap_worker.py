@@ -28,9 +28,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
 from ringflash import disable_ring
+from ringflash.comm.seeding import seeded
 from ringflash.lightning import ContextParallelStrategy, ModelCheckpoint, SequenceSharding
 from ringflash.loss import shift_labels
-from ringflash.training.seeding import seeded
 from tests.helpers import own_models as own
 from tests.recipes.launching import ROOT, error_of, make_parts
 from tests.recipes.plain_gpt import GPT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import ringflash
 from ringflash.attention.schedule import plan_gather
-from ringflash.sequence.balanced import balanced_pieces
+from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
@@ -69,7 +70,7 @@ def test_work_is_equal_and_few_documents_are_cut(cp_size: int, longest: float) -
         for rank in range(cp_size):
             for part in chunks(bounds[-1], cp_size, rank, "balanced", bounds):
                 cuts |= {part.start, part.stop} - set(bounds)
-        assert len(cuts) <= 8 * (cp_size - 1)  # a part of a document is two pieces
+        assert len(cuts) <= 8 * (cp_size - 1)  # a part of a document is two segments
 
 
 def test_extremes() -> None:
@@ -87,23 +88,31 @@ def test_the_default_device_of_torch_is_not_used() -> None:
     """A script with torch.set_default_device("cuda") has the same shards."""
     bounds = pack(0, 8 * TOKENS, 64, TOKENS)
     want = [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)]
-    balanced_pieces.cache_clear()
+    balanced_chunks.cache_clear()
     with torch.device("meta"):
         assert [chunks(bounds[-1], 8, rank, "balanced", bounds) for rank in range(8)] == want
 
 
 def test_only_cut_documents_are_sent() -> None:
-    """A rank needs keys of others for the documents that are cut, and of no other document."""
+    """A rank needs keys of others for the documents that are cut, and of no other document.
+
+    The rank that needs all keys of one, for its last token, holds most of them.
+    """
     bounds = pack(0, 8 * TOKENS, 64, TOKENS)
     mask = SequenceMask(bounds[-1], cu_seqlens=bounds)
-    owners: dict[int, set[int]] = {}
+    held: dict[int, Counter[int]] = defaultdict(Counter)
+    last: dict[int, int] = {}
     for rank in range(8):
         for chunk in chunks(bounds[-1], 8, rank, "balanced", bounds):
             for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
-                owners.setdefault(document, set()).add(rank)
+                start, stop = bounds[document], bounds[document + 1]
+                held[document][rank] += min(chunk.stop, stop) - max(chunk.start, start)
+                if chunk.stop >= stop:
+                    last[document] = rank
     for rank in range(8):
         found = plan_gather(mask, 8, rank, "balanced")
-        sent = sum(piece.size for piece in found.pieces if piece.owner != rank)
-        shared = [document for document, ranks in owners.items() if rank in ranks and len(ranks) > 1]
+        sent = sum(segment.size for segment in found.segments if segment.owner != rank)
+        shared = [document for document, ranks in held.items() if rank in ranks and len(ranks) > 1]
         assert 0 < sent <= sum(bounds[document + 1] - bounds[document] for document in shared)
         assert len(shared) <= 4
+    assert all(ranks[last[document]] == max(ranks.values()) for document, ranks in held.items())

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ringflash import checkpoint_checksums
-from ringflash.checkpoint_checksums import CHECKSUMS, ChecksumWriter, check_sums, write_checksums
-from ringflash.safe_files import check_checkpoint
+from ringflash.checkpoint import checksums
+from ringflash.checkpoint.checksums import CHECKSUMS, ChecksumWriter, check_sums, write_checksums
+from ringflash.checkpoint.safe_files import check_checkpoint
 
 PIECE = 1000  # bytes, so that a small file has several pieces
 FILES = {".metadata", "__0_0.distcp"}
@@ -21,7 +21,7 @@ FILES = {".metadata", "__0_0.distcp"}
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checkpoint_checksums, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(checksums, "PIECE_BYTES", PIECE)
     writer = ChecksumWriter(tmp_path / "a.ckpt")
     state = {"weight": torch.randn(50, 50), "bias": torch.randn(7).bfloat16(), "lr": 0.1}
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # of torch, about one process

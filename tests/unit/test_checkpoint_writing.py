@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
+from ringflash.checkpoint.safe_files import check_together
 from ringflash.lightning.checkpoints import CheckpointWriter
-from ringflash.safe_files import check_together
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ringflash.comm.transport import copies
+from ringflash.comm.transport.areas import Incoming
 from ringflash.comm.transport.copies import Copies
-from ringflash.comm.transport.peer_memory import Incoming, SymmetricMemory
+from ringflash.comm.transport.copy_engine import CopyEngine
 
 CPU = torch.device("cpu")
 STREAM: Any = SimpleNamespace(cuda_stream=7)
@@ -95,7 +96,7 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
 
 def test_copies_within_a_gpu_come_behind_those_of_peers(driver: Driver) -> None:
     """They wait for SMs, which a kernel may keep to its end."""
-    memory = SymmetricMemory.__new__(SymmetricMemory)
+    memory = CopyEngine.__new__(CopyEngine)
     memory.rank, memory._device, memory._known = 1, CPU, None
     pairs = pieces(7)
     incoming = [

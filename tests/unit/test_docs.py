@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -60,6 +61,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tables_and_figures_are_those_of_the_committed_results(name: str, written: Path) -> None:
     """`make figures` writes them anew."""
     assert (written / name).read_text() == (ROOT / name).read_text()
+
+
+def test_site_has_the_rows_of_every_result() -> None:
+    """`make docs` puts tables where measurements.md in the repository links to results."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="measurements.md"))
+    text = (ROOT / "docs" / "measurements.md").read_text()
+    shown = write_tables.on_page_markdown(text, page=page)
+    assert "](../benchmarks/results/" in text
+    assert "](../benchmarks/results/" not in shown and shown.count("\n|") > text.count("\n|") + 500
 
 
 def test_aged_quote_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,5 +197,13 @@ def test_the_table_of_tritons_is_that_of_the_kernels() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = (ROOT / "mkdocs.yml").read_text()
+    """The log's days are on its page."""
+    listed = (ROOT / "mkdocs.yml").read_text() + re.sub(r"\]\(", "log/", (ROOT / "docs/log/README.md").read_text())
     assert [page.name for page in PAGES[2:] if f"{page.relative_to(ROOT / 'docs')}" not in listed] == []
+
+
+def test_log_headings_have_a_verdict() -> None:
+    """In brackets at their end; an entry that only describes how others were measured ends with "conditions"."""
+    days = [page for page in PAGES if page.match("docs/log/2*.md")]
+    headings = [x for page in days for x in re.findall(r"^## (.*)$", page.read_text(), re.MULTILINE)]
+    assert headings and [x for x in headings if not re.search(r" \([^()]+\)$|: conditions$", x)] == []

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringflash.attention.schedule import build
-from ringflash.flops import (
+from ringflash.huggingface.flops import (
     ChunkedAttention,
     MatmulSizes,
     layer_windows,

@@ -35,8 +35,8 @@ def _forward(q, k, v, mask: Mask) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return out, lse, row_max
 
 
-def _gradients(q, k, v, dout, out, lse, row_max, mask: Mask, products: str) -> dict[str, torch.Tensor]:
-    options = {"softmax_scale": q.shape[-1] ** -0.5, "products": products, "row_max": row_max}
+def _gradients(q, k, v, dout, out, lse, row_max, mask: Mask, products: str, dlse=None) -> dict[str, torch.Tensor]:
+    options = {"softmax_scale": q.shape[-1] ** -0.5, "products": products, "row_max": row_max, "dlse": dlse}
     run = Fp8ReferenceBackward(dout, q, out, lse, num_kv_heads=k.shape[2], **options)
     dk, dv = (torch.zeros(x.shape) for x in (k, v))
     run.add(k, v, mask, dk, dv)
@@ -117,6 +117,19 @@ def test_gradients_follow_the_scale_of_dout(products, scale):
     scaled = _gradients(q, k, v, dout * 2.0 ** round(math.log2(scale)), *state, mask, products)
     for name in _NAMES:
         assert _error(scaled[name].double() / 2.0 ** round(math.log2(scale)), plain[name].double()) <= 4e-3, name
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_gradients_of_lse(products):
+    """Rows with a dout, and those whose dout is 0, which only dlse scales."""
+    q, k, v, dout = _tensors("normal", 256, 64)
+    dlse, mask = torch.randn(1, 2, 256, generator=torch.Generator().manual_seed(1)), Mask.band(256, 256, causal=True)
+    dout[:, 128:] = 0.0
+    inputs = (x.double() for x in (q, k, v))
+    exact = attention(*inputs, mask, 0.125, dout=dout.double(), dlse=dlse.double())
+    got = _gradients(q, k, v, dout, *_forward(q, k, v, mask), mask, products, dlse)
+    for name, rows in (("dq", slice(128)), ("dq", slice(128, None)), ("dk", slice(None)), ("dv", slice(None))):
+        assert _error(got[name][:, rows], exact[name][:, rows]) <= _LIMITS[64, "normal"], (name, rows)
 
 
 @pytest.mark.parametrize("products", PRODUCTS)

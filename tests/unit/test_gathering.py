@@ -13,10 +13,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention import gathered_buffers, gradient_return, sections
+from ringflash.attention import gathered_buffers, gradient_return, sections, transfers
 from ringflash.attention.schedule import Gathering, active_steps, chunks_are_multiples, plan_blocks, plan_gather
-from ringflash.comm.transport import MessageMemory, PointToPoint, buffers
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
+from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
@@ -35,7 +34,11 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
-        places = [place for piece in records.pieces for place in (piece.start, piece.row, piece.size, piece.owner_row)]
+        places = [
+            place
+            for segment in records.segments
+            for place in (segment.start, segment.row, segment.size, segment.owner_row)
+        ]
         assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
         assert records.mask.num_visible == keys.mask.num_visible
 
@@ -61,10 +64,10 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        piece_keys = [positions[piece.owner][piece.start : piece.start + piece.size] for piece in found.pieces]
-        assert [piece.row for piece in found.pieces] == [0, *accumulate(map(len, piece_keys))][:-1]
-        assert all(want[positions[rank]][:, keys].any() for keys in piece_keys)
-        keys = torch.cat(piece_keys)
+        keys_of = [positions[segment.owner][segment.start : segment.start + segment.size] for segment in found.segments]
+        assert [segment.row for segment in found.segments] == [0, *accumulate(map(len, keys_of))][:-1]
+        assert all(want[positions[rank]][:, keys].any() for keys in keys_of)
+        keys = torch.cat(keys_of)
         assert (keys[1:] > keys[:-1]).all()
         assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
         assert found.mask.num_visible == int(want[positions[rank]].sum())
@@ -78,24 +81,28 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     mask, cp_size, layout = problem
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
-        assert [row for segment in found.segments for row in range(segment.row, segment.row + segment.size)] == [
+        assert [row for segment in found.own_segments for row in range(segment.row, segment.row + segment.size)] == [
             row
             for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens)
             for row in range(chunk.row, chunk.row + chunk.size)
         ]
-        for segment, readers in zip(found.segments, found.readers, strict=True):
+        for segment, readers in zip(found.own_segments, found.readers, strict=True):
             want = [
-                (reader, piece.row)
+                (reader, needed.row)
                 for reader, other in enumerate(ranks)
-                for piece in other.pieces
-                if (piece.owner, piece.start, piece.size) == (rank, segment.row, segment.size)
+                for needed in other.segments
+                if (needed.owner, needed.start, needed.size) == (rank, segment.row, segment.size)
             ]
             assert list(readers) == want and rank in dict(want)
         assert all(
-            piece.owner_row == dict(rows_of(ranks[piece.owner]))[piece.owner, piece.start] for piece in found.pieces
+            segment.owner_row == dict(rows_of(ranks[segment.owner]))[segment.owner, segment.start]
+            for segment in found.segments
         )
     arriving = [
-        sum(segment.size * (len(readers) - 1) for segment, readers in zip(found.segments, found.readers, strict=True))
+        sum(
+            segment.size * (len(readers) - 1)
+            for segment, readers in zip(found.own_segments, found.readers, strict=True)
+        )
         for found in ranks
     ]
     assert all(found.returned_rows == max(arriving) for found in ranks)
@@ -103,7 +110,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
 
 def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
     """Rows at which a rank has what it gathers, by owner and first row there."""
-    return [((piece.owner, piece.start), piece.row) for piece in found.pieces]
+    return [((segment.owner, segment.start), segment.row) for segment in found.segments]
 
 
 def test_causal_zigzag_gathers_no_later_chunk() -> None:
@@ -127,22 +134,9 @@ def test_a_window_gathers_what_it_sees() -> None:
 
 @given(SHORT | LONG | problems((16,), (1, 2, 64)), st.booleans())
 @settings(max_examples=30, deadline=None)
-def test_messages_of_two_ranks_pair_up(problem: Problem, turns: bool) -> None:
-    """One rank sends to another in the order in which that one receives: K/V there, gradients home."""
-    mask, cp_size, layout = problem
-    k, whole = torch.empty(2, mask.seqlen // cp_size, 3, 1), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
-    with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole), mock.patch.object(buffers, "_storage", {}):
-        there = [
-            gathered_buffers.GatheredKV(messages(rank, k), (gathering,), k, 3, (1, 2))
-            for rank, gathering in enumerate(of_all(problem))
-        ]
-        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
-    for section in range(2):
-        pair_up([way.sends[section] for way in there], [way.pulls[section] for way in there])
-        pair_up([way.sends[section] for way in home], [way.pulls[section] for way in home])
-        for way in (there, home):
-            for rank, part in enumerate(way):
-                nearest_first(rank, [pull.rank for pull in part.pulls[section] if pull.rank != rank])
+def test_transfers_of_two_ranks_pair_up(problem: Problem, buffered: bool) -> None:
+    """One rank sends to another in the order in which that one receives, from the rows that the other would pull."""
+    pair_up(of_all(problem), buffered)
 
 
 def nearest_first(rank: int, owners: list[int]) -> None:
@@ -150,22 +144,37 @@ def nearest_first(rank: int, owners: list[int]) -> None:
     assert owners == sorted(owners, key=lambda owner: (owner < rank, owner))
 
 
-def messages(rank: int, k: torch.Tensor) -> MessageMemory:
+def messages(rank: int, k: torch.Tensor) -> NcclGather:
     """The areas of a rank that sends nothing."""
-    return MessageMemory(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
+    return NcclGather(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
-def pair_up(sends: list[list[Outgoing]], pulls: list[list[Incoming]]) -> None:
-    """Assert that what ranks send is what the others receive, pair by pair, and not to themselves."""
-    sent, received = defaultdict(list), defaultdict(list)
-    for rank, (outgoing, incoming) in enumerate(zip(sends, pulls, strict=True)):
-        for tensor, reader in outgoing:
-            sent[rank, reader].append((tensor.is_contiguous(), tensor.shape))
-        for target, owner, source in incoming:
-            if source is None:
-                received[owner, rank].append((target.is_contiguous(), target.shape))
-    assert sent == received and all(one != other for one, other in sent)
-    assert all(contiguous for messages in (*sent.values(), *received.values()) for contiguous, _ in messages)
+def pair_up(ranks: list[Gathering], buffered: bool) -> None:
+    """Assert that what ranks send of a block is what the others receive, row by row, and not to themselves.
+
+    Rows that arrive are disjoint and nearest first; received gradients fill the rows that are counted for them.
+    """
+    keys, grads = (defaultdict[tuple[int, int], list[tuple[int, int]]](list) for _ in range(2))
+    for rank, found in enumerate(ranks):
+        pulls = transfers.key_pulls(found, rank, buffered=buffered, own_in_place=True)
+        returned = transfers.gradient_pulls(found, rank, 2)
+        for way, listed in ((keys, pulls), (grads, returned)):
+            nearest_first(rank, [pull.peer for pull in listed])
+            for pull in listed:
+                way[pull.peer, rank].append((pull.there, pull.size))
+        rows = [row for pull in pulls for row in range(pull.here, pull.here + pull.size)]
+        own = sum(segment.size for segment in found.segments if segment.owner == rank)
+        assert len({*rows}) == len(rows) == found.num_rows - own
+        rows = [row for pull in returned for row in range(pull.here, pull.here + 2 * pull.size)]
+        assert sorted(rows) == [*range(sum(transfers.arriving_rows(found, rank, 2)))]
+    for rank, found in enumerate(ranks):
+        for way, sends in (
+            (keys, transfers.key_sends(found, rank, buffered=buffered)),
+            (grads, transfers.gradient_sends(found, rank)),
+        ):
+            for peer in range(len(ranks)):
+                sent = [(send.here, send.size) for send in sends if send.peer == peer]
+                assert sent == way.get((rank, peer), []) and not (sent and peer == rank)
 
 
 @given(SHORT | LONG, st.integers(1, 3))
@@ -177,29 +186,18 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
     sizes = (1, *[most] * (others // most), *[others % most] * (others % most > 0))
     ranks = [plan_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
     for rank, (blocks, whole) in enumerate(zip(ranks, of_all(problem), strict=True)):
-        assert {piece.owner for piece in blocks[0].pieces} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
-        assert all(piece.start == piece.row == piece.owner_row for piece in blocks[0].pieces)
-        columns = {(piece.owner, piece.start): piece.row for piece in whole.pieces}
+        assert {segment.owner for segment in blocks[0].segments} == {rank} and blocks[0].num_rows == whole.mask.seqlen_q
+        assert all(segment.start == segment.row == segment.owner_row for segment in blocks[0].segments)
+        columns = {(segment.owner, segment.start): segment.row for segment in whole.segments}
         found = torch.zeros_like(whole.mask.dense())
         for block in blocks:
             assert block.num_rows <= block.capacity
-            for piece in block.pieces:
-                first = columns.pop((piece.owner, piece.start))
-                found[:, first : first + piece.size] = block.mask.dense()[:, piece.row : piece.row + piece.size]
+            for segment in block.segments:
+                first = columns.pop((segment.owner, segment.start))
+                found[:, first : first + segment.size] = block.mask.dense()[:, segment.row : segment.row + segment.size]
         assert not columns and torch.equal(found, whole.mask.dense())
-    if len(sizes) == 1:
-        return
-    k = torch.empty(2, mask.seqlen // cp_size, 3, 1)
-    with mock.patch.object(buffers, "_storage", {}):
-        there = [
-            gathered_buffers.GatheredKV(messages(rank, k), blocks, k, 3, (1, 2)) for rank, blocks in enumerate(ranks)
-        ]
-        home = [gradient_return.GradientReturn(gathered, k) for gathered in there]
-    for index, unit in enumerate(there[0].units):
-        pair_up([way.sends[index] for way in there], [way.pulls[index] for way in there])
-        assert unit.transfer is not None or not any(way.sends[index] or way.pulls[index] for way in there)
-    for stage in range(len(there[0].travelling)):
-        pair_up([way.sends[stage] for way in home], [way.pulls[stage] for way in home])
+    for block in zip(*ranks, strict=True) if len(sizes) > 1 else ():
+        pair_up([*block], buffered=True)
 
 
 @given(SHORT | LONG, st.booleans())
@@ -221,8 +219,8 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             said.add(
                 sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
             )
-            ways = [gathered_buffers.GatheredKV(memory, (gathering,), k, 4, heads) for heads in chosen]
-            gradient_return.GradientReturn(ways[1], k)
+            ways = [gathered_buffers.GatheredKV.of(memory, (gathering,), k, 4, heads) for heads in chosen]
+            gradient_return.GradientReturn.of(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
 
@@ -233,4 +231,4 @@ def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None
     begun = time.process_time()
     found = plan_gather.__wrapped__(SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag")
     plan_gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
-    assert time.process_time() - begun < 1 and len(found.pieces) < 10
+    assert time.process_time() - begun < 1 and len(found.segments) < 10

@@ -19,9 +19,10 @@ from triton.knobs import runtime
 import ringflash
 from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport import buffer, buffers, lanes, peer_memory
-from ringflash.comm.transport.message_memory import MessageMemory
-from ringflash.comm.transport.peer_memory import BEGIN, SymmetricMemory
+from ringflash.comm.transport import buffer, buffers, copy_engine, lanes
+from ringflash.comm.transport.areas import BEGIN
+from ringflash.comm.transport.copy_engine import CopyEngine
+from ringflash.comm.transport.message_gather import NcclGather
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.forward import host
@@ -78,23 +79,23 @@ class Handle:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> SymmetricMemory:
+def memory(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
     """The memory of a group of one, its areas on the CPU."""
     monkeypatch.setattr(
         _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
     )
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *_: Handle())
-    monkeypatch.setattr(peer_memory, "gather", lambda group, said: [said])
-    monkeypatch.setattr(peer_memory, "_check_locations", lambda locations: None)
-    monkeypatch.setattr(peer_memory, "_location", lambda device: None)
-    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
+    monkeypatch.setattr(copy_engine, "gather", lambda group, said: [said])
+    monkeypatch.setattr(copy_engine, "_check_locations", lambda locations: None)
+    monkeypatch.setattr(copy_engine, "_location", lambda device: None)
+    monkeypatch.setattr(copy_engine, "register_peers", lambda *_: None)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
-    return SymmetricMemory(mock.Mock(rank=lambda: 0), 1000)
+    return CopyEngine(mock.Mock(rank=lambda: 0), 1000)
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_captured_areas_outlive_their_growth(capture: Capture, memory: SymmetricMemory, captured: bool) -> None:
+def test_captured_areas_outlive_their_growth(capture: Capture, memory: CopyEngine, captured: bool) -> None:
     memory.reserve("kv", 16)
     old = memory._areas["kv"], memory._handles["kv"]
     capture.on = captured
@@ -106,7 +107,7 @@ def test_captured_areas_outlive_their_growth(capture: Capture, memory: Symmetric
     assert held == ({id(views), *map(id, old)} if captured else set())
 
 
-def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMemory) -> None:
+def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: CopyEngine) -> None:
     memory.reserve("kv", 16)
     capture.on = True
     memory.cached("views", ("kv",), lambda: ["of the area"])
@@ -116,7 +117,7 @@ def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: SymmetricMe
     assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
 
 
-def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: SymmetricMemory) -> None:
+def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: CopyEngine) -> None:
     """Its graph holds the address of their pad, whichever areas the calls between two replays have grown."""
     for name, size in (("kv", 16), ("dkv", 16), ("kv", 32)):  # "dkv" is then the oldest area
         memory.reserve(name, size)
@@ -135,7 +136,7 @@ def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: Symmetr
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captured: bool) -> None:
-    memory = MessageMemory(mock.Mock(rank=0, members=()), CPU)
+    memory = NcclGather(mock.Mock(rank=0, members=()), CPU)
     memory.reserve("kv", 16)
     old = memory._areas["kv"]
     capture.on = captured
@@ -336,7 +337,7 @@ def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -
             waits.append((self.name, other.name))
 
     captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
-    memory = object.__new__(SymmetricMemory)
+    memory = object.__new__(CopyEngine)
     memory._lanes, memory._device, memory._known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
     monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)

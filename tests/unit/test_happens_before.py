@@ -21,7 +21,7 @@ import torch
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.ulysses import Ulysses
-from ringflash.comm.transport.peer_memory import BEGIN, FREE, PUBLISHED, PULLED, READY
+from ringflash.comm.transport.areas import BEGIN, FREE, PUBLISHED, PULLED, READY
 from tests.helpers import recorded_calls
 from tests.helpers.happens_before import CALLER, Point, Rank, RecordedMemory
 from tests.helpers.recorded_calls import Call, Pass, Step, faults
@@ -152,7 +152,7 @@ LEFT_OUT: dict[str, tuple[list[Step], str, Any, str, Any]] = {
     "free": (COPIES, "backward writes", MEMORY, "barrier", without(FREE)),
     "begin of heads": (ULYSSES, "fill heads writes", MEMORY, "barrier", without(BEGIN)),
     "second area of heads": (ULYSSES, "fill rows writes", MEMORY, "view", one_area),
-    "arrival of queries": (HOSTS, "round queries reads", Ulysses, "_attention", lambda x, q, k, *_: x.attention(q, k)),
+    "arrival of queries": (HOSTS, "round queries reads", Ulysses, "_attention", lambda x, *_: x.attention),
     "arrival of keys": (COPIES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
     "arrival of messages": (MESSAGES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
     "buffer in use": (COPIES, "forward reads", GatheredKV, "pull", too_early),

@@ -14,18 +14,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # A unit imports from the units before its own, and units of one line do not import each other.
 LAYERS = (
-    ("console", "checkpoint_checksums"),
+    ("version",),
     ("comm",),
-    ("safe_files", "sequence"),
+    ("checkpoint", "sequence"),
     ("attention", "recurrent"),
-    ("loss", "memory", "training"),
+    ("loss", "memory"),
     ("huggingface",),
     ("wrap", "compat"),
-    ("flops", "data"),
+    ("data",),
     ("lightning",),
     ("deepspeed",),
     ("accelerate",),
-    ("oracle",),
+    ("testing",),
     ("verify",),
     ("commands",),
 )

@@ -24,7 +24,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.transport import MessageMemory, Pending, PointToPoint, lanes
+from ringflash.comm.transport import NcclGather, Pending, PointToPoint, lanes
 from ringflash.comm.watchdog import Unwatched
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import begin_checked_backward, rounds
@@ -133,14 +133,14 @@ def allocations(streams: Streams) -> Iterator[Allocations]:
         made.look()
 
 
-def memory_of_messages() -> MessageMemory:
+def memory_of_messages() -> NcclGather:
     """The memory of rank 0 of 2, which receives nothing."""
     channel = SimpleNamespace(name="gloo", rank=0, group=None, members=(), post=lambda *_: Pending([]), num_posted=0)
-    return MessageMemory(cast(PointToPoint, channel), torch.device("cpu"))
+    return NcclGather(cast(PointToPoint, channel), torch.device("cpu"))
 
 
 def passes(
-    memory: MessageMemory, num_sections: int, impl: str = "reference", dims: tuple[int, int] = (16, 16),
+    memory: NcclGather, num_sections: int, impl: str = "reference", dims: tuple[int, int] = (16, 16),
     num_blocks: int = 1, **options: Any,
 ) -> None:  # fmt: skip
     """Run a forward and a backward of two query heads a section, with a gradient of lse. An OutOfMemory ends it."""
@@ -233,8 +233,8 @@ def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failin
 
 
 def test_after_an_error_copies_of_heads_are_waited_for(streams: Streams) -> None:
-    """Copies of the queries are on their way when there is no memory to open attention between hosts."""
-    memory, full = memory_of_messages(), mock.Mock(side_effect=MemoryError("no memory left"))
+    """Copies of the queries are on their way when there is no memory for attention between hosts."""
+    memory, full = memory_of_messages(), mock.Mock(**{"forward.side_effect": MemoryError("no memory left")})
     call = Ulysses(full, memory, (0, 1), memory.channel, "zigzag", NO_NUMBER)
     q = torch.zeros(1, 8, 4, 16)
     with mock.patch.object(head_exchange, "watching", lambda *_: Unwatched()), pytest.raises(MemoryError):

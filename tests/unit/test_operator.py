@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash
 from ringflash.attention import operators, plan
 from ringflash.attention.api import attend
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
 from ringflash.sequence.layout import read_bounds
@@ -187,7 +187,7 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
         with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
             ringflash.ring_attention(*draw(), group=None)
-        assert RingOptions(None, *attend.call_args.args[9:14]).deterministic == enabled
+        assert CallOptions(None, *attend.call_args.args[5:14]).deterministic == enabled
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -285,10 +285,20 @@ def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: st
 
 def test_explain_names_kernel_and_work() -> None:
     explained = ringflash.explain(*draw(), group=None)
-    assert (explained.impl, explained.transport, explained.cp_size) == ("reference", None, 1)
+    assert (explained.impl, explained.algorithm, explained.transport, explained.cp_size) == (
+        "reference",
+        "ring",
+        None,
+        1,
+    )
     assert explained.num_visible == 16 * 17 // 2
     assert "flash2 cannot take dtype torch.float64" in explained.impl_reason
     assert "136 visible pairs on this rank" in str(explained)
+    for options in ({"fp8_backward": "fp8"}, {"impl": "reference_fp8", "fp8_backward": "fp8", "deterministic": True}):
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            ringflash.ring_attention(*draw(), group=None, **options)
+        with pytest.raises(type(refusal.value), match=re.escape(str(refusal.value))):
+            ringflash.explain(*draw(), group=None, **options)
 
 
 def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,13 +327,13 @@ def test_a_group_of_an_earlier_world_is_refused() -> None:
     groups: list[Any] = []
     for refusal in (
         nullcontext(),
-        pytest.raises(RuntimeError, match="group must be a present .* one that was destroyed"),
+        pytest.raises(RuntimeError, match="has been destroyed; give the layer or model a group that still exists"),
     ):
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         groups.append(torch.distributed.new_group([0]))
         try:
             with refusal:
-                attend(*draw(), RingOptions(groups[0]))
+                attend(*draw(), CallOptions(groups[0]))
         finally:
             torch.distributed.destroy_process_group()
     assert groups[0].group_name == groups[1].group_name
@@ -341,7 +351,7 @@ def test_a_problem_of_an_earlier_world_is_forgotten() -> None:
 
 def test_ranks_compare_the_kind_of_their_device() -> None:
     """In a group for CPUs and GPUs, a rank with tensors on a CPU would wait for messages over gloo."""
-    arguments = plan.CallArguments(True, 1.0, -1, -1, RingOptions())
+    arguments = CallOptions(softmax_scale=1.0)
     found = []
     for device in ("cpu", "meta"):
         q = torch.empty(1, 8, 2, 16, device=device)

@@ -1,6 +1,7 @@
 """ringflash plan: its counts against real models, its search against itself, its command. One process, no GPU.
 
-Memory and time are compared with steps that were measured, too, as the committed results have them (docs/plan.md).
+Memory and time are compared with steps that were measured, too, as the committed results have them
+(docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ringflash import huggingface
 from ringflash.attention.gather_by_heads import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import with_mean_head_dim
+from ringflash.attention.inputs import CallShape
 from ringflash.attention.operands import Operands
-from ringflash.attention.options import RingOptions
+from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.sections import choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.transport import PeerMemory, buffers
+from ringflash.comm.transport import GroupAreas, buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
 from ringflash.commands.plan.command import visible_fraction
@@ -57,7 +58,7 @@ from ringflash.commands.plan.search import (
 )
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
-from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
+from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning import float8
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
@@ -102,7 +103,7 @@ def small(family: str, **options: Any) -> dict[str, Any]:
 
 def peer_memory(rank: int, num_buffers: int) -> mock.Mock:
     """Return areas without memory, over which nothing moves."""
-    memory = mock.Mock(spec=PeerMemory, rank=rank, num_buffers=num_buffers)
+    memory = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
     memory.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     memory.cached.side_effect = lambda key, areas, make: make()
     memory.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
@@ -131,17 +132,16 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     )
     group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
     impl = "reference" if job.fp8_backward is None else "reference_fp8"
-    call = CallPlan(SequenceMask(job.seqlen), impl, "", name, 1.0, RingOptions(group))
-    memory, blocks = peer_memory(rank, turns), call.key_blocks(q, with_mean_head_dim(k, v), name)
+    call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
+    shape = CallShape.of(q, k, v)
+    memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
     operands = Operands.of(k, v, rounded=job.fp8_backward is not None, for_backward=True)
     keys = max(block.capacity for block in blocks)
 
     def gather() -> None:
-        for sections in choose_sections(
-            with_mean_head_dim(k, v).shape, model.num_heads, keys, operands.dtype, len(blocks)
-        ):
-            gathered = GatheredKV(memory, blocks, k, model.num_heads, sections, operands)
-        GradientReturn(gathered, k)
+        for sections in choose_sections(shape.kv, model.num_heads, keys, operands.dtype, len(blocks)):
+            gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, operands)
+        GradientReturn.of(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
         out, lse = q[..., : model.value_dim], torch.empty(1, model.num_heads, job.local_tokens, device="meta")
         ForwardUnits(carrying, gathered, q, out, lse, None)
@@ -158,7 +158,7 @@ def exchanged_bytes(job: TrainingJob) -> int:
     )
     lse = torch.empty(1, model.num_heads, job.local_tokens, device="meta")
     rail: Any = SimpleNamespace(backward=lambda dout, dlse, q, k, v, *_: (q, k, v))
-    call = Ulysses(lambda q, k: rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
+    call = Ulysses(rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
 
     def exchange() -> None:
         grads = call.backward(q, None, q, k, k, q, lse)
@@ -299,12 +299,12 @@ MEASURED = [
 
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
-    """Return False for a short step that was the first of its run, one tile, or waited for a host (docs/plan.md)."""
+    """Return False for a short step that was the first of its run, one tile, or waited for a host."""
     return name not in ("liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200") or step["seqlen"] > 100_000
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
-    """Return whether checkpoints left and came one at a time, with no other work at the same time, as they did once."""
+    """Return whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
     return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
 
 
@@ -348,7 +348,7 @@ def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
     if moment in ("the loss", "the last layer's backward") and _waited_for_copies(run):
-        planned -= layer_input_bytes(job)  # which waits for its copy, or arrives early
+        planned -= layer_input_bytes(job)  # which waits for its copy, or comes early
     return planned / GIB
 
 
@@ -372,7 +372,7 @@ def test_memory_and_time_are_those_of_measured_steps(name: str, run: dict[str, A
 
 
 def _row(run: dict[str, Any], step: dict[str, Any]) -> str:
-    """A line of docs/plan.md: what was measured, without what is left out since, and what is planned."""
+    """A line of docs/measurements.md: what was measured, without what is left out since, and what is planned."""
     job, machine = _planned(run, step)
     held, time = _held_gib(run, step), step_time(job, machine).step
     got, seconds = step["allocated_gib"] + step["areas_gib"], _seconds(run, step)
@@ -394,14 +394,24 @@ def _row(run: dict[str, Any], step: dict[str, Any]) -> str:
 
 
 def test_the_page_compares_the_steps_with_the_plans_of_this_code() -> None:
-    """The last measurement of each."""
-    page = (ROOT / "docs" / "plan.md").read_text()
+    """The last measurement of each, and the range of each kind on the page of the plan."""
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("measurements.md", "plan.md"))
     rows = {
         row.partition(" |")[0] + "".join(row.split("|")[2:4]): row
         for row in (_row(run, step) for name, run, step in MEASURED if _is_settled(name, step))
     }
+    for kind, text in {
+        r"8, dense": "8 dense layers of Qwen3-8B",
+        r"\d+, of experts": "4 and 12 layers of Qwen3-30B-A3B",
+        r"36": "all 36 layers of Qwen3-8B",
+    }.items():
+        compared = [re.findall(r"\(([+-]\d+)%\)", row) for row in rows.values() if re.match(rf"\| {kind}\b", row)]
+        ranges = (
+            f"{min(map(int, column)):+d} to {max(map(int, column)):+d}%" for column in zip(*compared, strict=True)
+        )
+        rows[kind] = f"| {text} | {' | '.join(ranges)} |"
     missing = [row for row in rows.values() if row not in page]
-    assert not missing, "\n".join(["put these rows into docs/plan.md", *rows.values()])
+    assert not missing, "\n".join(["put these rows into docs/measurements.md and plan.md", *rows.values()])
 
 
 def test_the_page_says_what_fits() -> None:
@@ -465,7 +475,7 @@ def test_what_is_computed_again_takes_time_again() -> None:
 
 
 def test_what_is_there_at_each_moment() -> None:
-    """AdamW makes a tensor as large as the weights; gradients of earlier sequences are kept with the backward's."""
+    """AdamW makes a tensor as large as the weights; gradients of earlier sequences lie beside the backward's."""
     weights = JOB.model.parameters * 4 // 8
     name, parts = worst_moment(replace(JOB, seqlen=1 << 12, cp_size=2), HOST)
     assert name == "the optimizer's step" and sum(parts[x] for x in list(parts)[:3]) == 20 * weights
@@ -579,7 +589,7 @@ READ: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "options"), READ, ids=[family for family, _ in READ])
 def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any]) -> None:
-    """Parameters, what multiplies a token, windows; and what its layers keep, compared with a forward with numbers."""
+    """Parameters, what multiplies a token, windows; and, beside a forward with numbers, what its layers keep."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = small(family, **options)
@@ -602,7 +612,7 @@ def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_dense_layers_keep_what_the_page_says(family: str) -> None:
-    """The first line of docs/memory.md, and for each norm of a token a number in fp32; with Liger less."""
+    """The first line of the table in docs/plan.md, and for each norm of a token a number in fp32; with Liger less."""
     model, _ = model_of(small(family))
     h, q, kv, f, heads = model.hidden_size, model.q_size, model.kv_size, SMALL["intermediate_size"], model.num_heads
     normed = heads + model.num_kv_heads if family == "qwen3" else 0
@@ -879,7 +889,7 @@ def test_models_that_no_plan_counts_are_refused(plan: Plan, config: Any, options
 def test_status_1_is_a_finding_and_never_an_accident(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1 says that the job does not fit; Python's own status for an unexpected error is 1 as well."""
+    """1 says that the job does not fit; Python's own status for an error that nobody expected is 1 as well."""
     (tmp_path / "config.json").write_text("[1]")
     found = plan([str(tmp_path)], "--seqlen", "1k")
     assert found.status == 2 and "must be a transformers configuration" in found.err
@@ -912,7 +922,7 @@ def test_a_model_that_computes_all_experts_takes_their_time(plan: Plan) -> None:
     config = small("llama4_text", **dict(READ)["llama4_text"])
     job, printed = (plan(config, "--seqlen", "128k", *json) for json in (["--json"], []))
     model = job.said["job"]["model"]
-    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; the rest are rotary angles
+    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert job.said["job"]["visible_fraction"] == pytest.approx(chunked)

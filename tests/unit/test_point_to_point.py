@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ringflash.attention import plan
-from ringflash.attention.options import RingOptions
+from ringflash.attention.inputs import CallShape
+from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.group import HostSplit
@@ -104,12 +105,13 @@ class WeakWork:
 def test_a_call_counts_its_messages_between_hosts(split: HostSplit) -> None:
     """Over gloo, whose channels are made anew. Ranks that fail go on if they have posted equally many."""
     group = mock.Mock(rank=lambda: 0, size=lambda: 4, _device_types=[])
-    options = RingOptions(group, transport="by_host")
-    made = plan.CallPlan(SequenceMask(16, True, (-1, -1), None), "reference", "", "by_host", 1.0, options)
+    options = CallOptions(group, softmax_scale=1.0, transport="by_host")
+    mask = SequenceMask(16, True, (-1, -1), None)
+    made = plan.CallPlan(mask, "reference", "", Algorithm.BY_HOST, "gloo", options)
     q = torch.empty(1, 4, 4, 8)
     with mock.patch.object(plan, "split_of", lambda *_: split):
-        call = made.open(q, q, NO_NUMBER)
-    ring = call.attention(q, q) if isinstance(call, Ulysses) else call
+        call = made.open(CallShape.of(q, q, q), NO_NUMBER)
+    ring = call.attention if isinstance(call, Ulysses) else call
     before = call.num_posted()
     moved = [ring.transport, call.memory.channel if isinstance(call, Ulysses) else None]
     for channel in filter(None, moved):

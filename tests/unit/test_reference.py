@@ -93,7 +93,7 @@ def test_dq_into_a_view() -> None:
     """The heads of a larger tensor are written, the others left."""
     q, k, v, dout, _ = draw()
     out, lse = attention_forward(q, k, v, impl="reference", causal=True)
-    backward = begin_backward(dout, q, out, lse, impl="reference", num_kv_heads=k.shape[2])
+    backward = begin_backward(dout, q, out, lse, impl="reference")
     backward.add(k, v, Mask.band(12, 12, causal=True), torch.zeros_like(k), torch.zeros_like(v))
     whole = torch.zeros(2, 12, 6, 16, dtype=q.dtype)
     assert torch.equal(backward.finish(whole[:, :, 1:5]), backward.finish())
@@ -176,6 +176,8 @@ def test_kv_heads_that_do_not_divide_heads_are_refused() -> None:
     message = r"num_heads must be a multiple of num_kv_heads \(3\), got 4; repeat heads of k and v"
     with pytest.raises(ValueError, match=message):
         begin_backward(dout, q, q, torch.zeros(2, 4, 12).double(), impl="reference", num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_kv_heads must be given with impl 'reference_fp8', got None"):
+        begin_backward(dout.float(), q.float(), q.float(), torch.zeros(2, 4, 12), impl="reference_fp8")
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])

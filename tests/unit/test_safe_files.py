@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from recipes.lightning.export import main
-from ringflash.safe_files import check_checkpoint, check_together
+from ringflash.checkpoint.safe_files import check_checkpoint, check_together
 from tests.recipes.launching import ROOT
 
 
@@ -148,12 +148,12 @@ PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "she
 def unsafe(source: str, name: str = "x.py") -> list[str]:
     """Calls in a module that load files in ways that can run code."""
     tree = ast.parse(source)
-    found = [f"import {x}" for x in _imports(tree) & PICKLES if name != "ringflash/safe_files.py"]
+    found = [f"import {x}" for x in _imports(tree) & PICKLES if name != "ringflash/checkpoint/safe_files.py"]
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call)]
     found += [ast.unparse(x) for x in calls if _unsafe_call(x)]
     reads = [x for x in calls if _name(x) in ("dcp.load", "FileSystemReader")]
     reads = [x for x in reads if "HuggingFaceStorageReader(" not in ast.unparse(x)]  # safetensors
-    checked = name == "ringflash/safe_files.py" or any(_name(x) in CHECKS for x in calls)
+    checked = name == "ringflash/checkpoint/safe_files.py" or any(_name(x) in CHECKS for x in calls)
     return found + [ast.unparse(x) for x in reads if not checked]
 
 

@@ -56,8 +56,8 @@ def test_a_backend_without_a_timeout(group: dist.ProcessGroup) -> None:
 def test_watch_nccl_barriers_and_messages_wait_as_long_as_the_group(group: dist.ProcessGroup) -> None:
     over_gloo = transport.PointToPoint("gloo", group)
     assert over_gloo.post([], [])._timeout == timedelta(seconds=OWN_S)
-    assert Watchdog().add(mock.Mock(spec=transport.PeerMemory, group=group), CPU).queue.timeout == OWN_S
-    with mock.patch.object(transport, "SymmetricMemory") as memory:
+    assert Watchdog().add(mock.Mock(spec=transport.GroupAreas, group=group), CPU).queue.timeout == OWN_S
+    with mock.patch.object(transport, "CopyEngine") as memory:
         transport._create_transport("copy_engine", group)
     memory.assert_called_once_with(group, int(OWN_S + 15) * 1000, None)
     with (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ringflash.oracle.dense import visible
+from ringflash.testing.dense import visible
 from ringflash.verify.compare import Check
 from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks
 from ringflash.verify.probe import read_forward

@@ -12,6 +12,12 @@ import torch
 from triton.knobs import runtime
 from triton.runtime import driver
 
+_OPTIONS = {
+    "enable_fp_fusion": True,  # triton 3.10 will not fuse by default
+    # triton asks for level 2, with which the ptxas of 3.9 (13.4) spills registers in loops; earlier ones ignore it.
+    "ptx_options": "--regAllocOptLevel=4",
+}
+
 
 class Launcher:
     """Callable that launches one kernel and keeps its compiled variants.
@@ -51,8 +57,7 @@ class Launcher:
                 *args, *constant_values,
             )  # fmt: skip
             return
-        options = {"num_warps": self._num_warps, "enable_fp_fusion": True}  # triton 3.10 will not fuse by default
-        compiled = self._kernel[num_programs,](*args, **constants, **options)
+        compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps, **_OPTIONS)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             constant_values = [constants[name] for name in names]

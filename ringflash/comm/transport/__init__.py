@@ -1,10 +1,11 @@
 """Transports that move K, V and gradients between the ranks of a group.
 
 point_to_point   batches of sends and receives, over gloo or NCCL
-peer_memory      memory that all GPUs of a host map, and copies between them ("copy_engine")
+areas            interface of the transports that move what ranks have written to named memory areas
+copy_engine      areas that all GPUs of a host map, and copies between them
 exchanges        torch's count of the exchanges that map memory, made equal on all ranks
-message_memory   the interface of peer_memory over messages
-lanes            CUDA streams and cached views, shared by both kinds of memory
+message_gather   areas whose contents travel as messages of NCCL or gloo
+lanes            CUDA streams and cached views, shared by both kinds of areas
 copies           many copies between GPUs with one driver call
 buffers          the pool of communication buffers
 """
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar, cast
+from enum import Enum
+from typing import Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,28 +24,35 @@ import torch.distributed as dist
 from ringflash.comm.group import HostSplit, backend_of, store_of
 from ringflash.comm.timeouts import device_timeout
 from ringflash.comm.transport import buffers
+from ringflash.comm.transport.areas import GroupAreas
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.message_memory import HostMessageMemory, MessageMemory
-from ringflash.comm.transport.peer_memory import NoPeerMemory, OutOfReach, PeerMemory, SymmetricMemory
+from ringflash.comm.transport.copy_engine import CopyEngine, NoCopyEngine, OutOfReach
+from ringflash.comm.transport.message_gather import GlooGather, NcclGather
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
 
-TRANSPORTS = ("gloo", "nccl", "copy_engine", "by_host", "ulysses")
-HEAD_EXCHANGES = ("by_host", "ulysses")  # over other transports, within each host and between hosts
-UNDECIDED = "copy_engine, by_host or nccl"  # "auto" until the ranks of a group have compared their hosts
+TRANSPORTS = ("gloo", "nccl", "copy_engine")
 
-Transport = PointToPoint | PeerMemory
+
+class Undecided(Enum):
+    """State of "auto" over NCCL until the ranks of a group have compared their hosts."""
+
+    UNDECIDED = "copy_engine or nccl"  # for people; never compared
+
+
+UNDECIDED: Final = Undecided.UNDECIDED
+Transport = PointToPoint | GroupAreas
 T = TypeVar("T", bound=Transport)
 
 __all__ = [
-    "HEAD_EXCHANGES",
     "TRANSPORTS",
     "UNDECIDED",
     "Message",
-    "MessageMemory",
-    "PeerMemory",
+    "NcclGather",
+    "GroupAreas",
     "Pending",
     "PointToPoint",
     "Transport",
+    "Undecided",
     "buffer",
     "buffer_bytes",
     "choose_transport",
@@ -60,25 +69,22 @@ _open: dict[tuple[str, str], tuple[dist.ProcessGroup, Transport]] = {}
 _decided: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 
-def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.device) -> str | Undecided | None:
     """Return the transport that `name` selects; None for a single process, which sends nothing.
 
     For "auto" over NCCL, return UNDECIDED before the first call of the group.
 
+    Args:
+        name: "auto" or one of TRANSPORTS.
     Raises:
-        ValueError: unknown name.
         NotImplementedError: the group or the device does not support it.
     """
-    if name not in ("auto", *TRANSPORTS):
-        raise ValueError(
-            f"transport must be 'auto' or one of {TRANSPORTS}, got {name!r}; 'auto' takes what the GPUs' links allow."
-        )
     if group is None:
         return None
     able = message_transport(device)
     if name == "copy_engine" and device.type == "cuda":
         return name
-    if name not in ("auto", able, *HEAD_EXCHANGES):
+    if name not in ("auto", able):
         raise NotImplementedError(
             f"transport must be one for tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
         )
@@ -88,8 +94,6 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
             f"group must have backend {able!r} for tensors on {device.type}, got {backend!r}; "
             f"create it with init_process_group or new_group(backend={able!r})."
         )
-    if name in HEAD_EXCHANGES:
-        return name
     return _decided.get(group, UNDECIDED) if (name, able) == ("auto", "nccl") else able
 
 
@@ -98,7 +102,7 @@ def message_transport(device: torch.device) -> str:
     return "gloo" if device.type == "cpu" else "nccl"
 
 
-def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
+def open_transport(name: str | Undecided, group: dist.ProcessGroup) -> Transport:
     """Return the transport of a group, which is opened on first use and cached. The first call is collective.
 
     Args:
@@ -109,9 +113,10 @@ def open_transport(name: str, group: dist.ProcessGroup) -> Transport:
     """
     if name == "gloo":  # not cached: a group that outlives destroy_process_group keeps gloo's threads running
         return PointToPoint(name, group)
-    if name == UNDECIDED:
+    if name is UNDECIDED:
         name = _decided[group] = _decide(group)
-    return _opened(name, group, lambda: _create_transport(name, group))
+    chosen: str = name
+    return _opened(chosen, group, lambda: _create_transport(chosen, group))
 
 
 def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
@@ -136,44 +141,44 @@ def _close_destroyed() -> None:
 
 
 def _create_transport(name: str, group: dist.ProcessGroup) -> Transport:
-    return PointToPoint(name, group) if name != "copy_engine" else _create_memory(group)
+    return PointToPoint(name, group) if name != "copy_engine" else _create_copy_engine(group)
 
 
-def _create_memory(group: dist.ProcessGroup, split: HostSplit | None = None) -> PeerMemory:
-    return SymmetricMemory(group, int(device_timeout(group).total_seconds() * 1000), split)
+def _create_copy_engine(group: dist.ProcessGroup, split: HostSplit | None = None) -> GroupAreas:
+    return CopyEngine(group, int(device_timeout(group).total_seconds() * 1000), split)
 
 
 def _decide(group: dist.ProcessGroup) -> str:
     """Return "copy_engine" or "nccl", the same on every rank, because all ranks raise the same errors."""
     try:
         open_transport("copy_engine", group)
-    except NoPeerMemory as problem:
+    except NoCopyEngine as problem:
         _explain("transport 'auto' takes 'nccl'", problem)
         return "nccl"
     return "copy_engine"
 
 
-def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
-    """Return memory over which the ranks of each host exchange heads. The first call is collective over the group.
+def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
+    """Return the areas over which the ranks of each host exchange heads. The first call is collective over the group.
 
-    It is memory of the copy engine. On CPUs, or if any host has GPUs without peer access, it is memory of messages.
+    They are those of the copy engine. On CPUs, or if any host has GPUs without peer access, messages move them.
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
-        return HostMessageMemory(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
+        return GlooGather(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
     return _opened(f"heads in {split}", group, lambda: _exchange_memory(group, split, device))
 
 
-def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> PeerMemory:
+def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
     try:
-        return _create_memory(group, split)
-    except NoPeerMemory as problem:
+        return _create_copy_engine(group, split)
+    except NoCopyEngine as problem:
         _explain("heads are exchanged by messages of NCCL", problem)
         channel = open_transport("nccl", group)
         assert isinstance(channel, PointToPoint)
-        return MessageMemory(channel.among(split.host_of(group.rank())), device)
+        return NcclGather(channel.among(split.host_of(group.rank())), device)
 
 
-def _explain(choice: str, problem: NoPeerMemory) -> None:
+def _explain(choice: str, problem: NoCopyEngine) -> None:
     """Warn of a failure of the copy engine, unless GPUs merely have no peer access."""
     if not isinstance(problem, OutOfReach):
         warnings.warn(f"{choice}, since 'copy_engine' failed: {problem}", stacklevel=3)
@@ -183,25 +188,25 @@ def transport_name(transport: Transport | None) -> str | None:
     """Return one of TRANSPORTS; None for a single process."""
     if transport is None:
         return None
-    return transport.name if isinstance(transport, PointToPoint | MessageMemory) else "copy_engine"
+    return transport.name if isinstance(transport, PointToPoint | NcclGather) else "copy_engine"
 
 
 def whole_transport(transport: Transport) -> Transport:
-    """Return the transport that orders calls of this one: messages of the whole group, or the memory itself."""
-    if isinstance(transport, MessageMemory):
+    """Return the transport that orders calls of this one: messages of the whole group, or the copy engine itself."""
+    if isinstance(transport, NcclGather):
         transport = transport.channel
     return transport.whole if isinstance(transport, PointToPoint) else transport
 
 
-def message_memory(channel: PointToPoint, device: torch.device) -> MessageMemory:
-    """Return the memory that all-gathers K/V by heads over this channel; cached with the channel."""
+def message_memory(channel: PointToPoint, device: torch.device) -> NcclGather:
+    """Return the areas for an all-gather of K/V by heads over this channel; cached with the channel."""
     name = f"{channel.name} by heads among {channel.members}"
-    return _opened(name, channel.group, lambda: MessageMemory(channel, device))
+    return _opened(name, channel.group, lambda: NcclGather(channel, device))
 
 
 def buffer_bytes() -> int:
     """Return the bytes that this process holds for communication on all devices, including memory mapped by peers."""
-    return buffers.buffer_bytes() + sum(memory.num_bytes() for memory in _peer_memories())
+    return buffers.buffer_bytes() + sum(areas.num_bytes() for areas in _open_areas())
 
 
 def release_buffers() -> None:
@@ -211,9 +216,9 @@ def release_buffers() -> None:
     groups must call this between the same two ring calls.
     """
     buffers.release_buffers()
-    for memory in _peer_memories():
-        memory.release()
+    for areas in _open_areas():
+        areas.release()
 
 
-def _peer_memories() -> list[PeerMemory]:
+def _open_areas() -> list[GroupAreas]:
     return [opened for _, opened in _open.values() if not isinstance(opened, PointToPoint)]

@@ -1,6 +1,6 @@
 """Batched copies between the GPUs of a host: one driver call for many copies, if the driver supports it.
 
-A copy by torch costs 6 to 11 µs of host time, and the keys of a packed sequence are hundreds of pieces.
+A copy by torch costs 6 to 11 µs of host time, and the keys of a packed sequence are hundreds of segments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Extra CUDA streams and cached views that every kind of group memory needs on a GPU."""
+"""Extra CUDA streams and cached views that every kind of areas needs on a GPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ViewCache:
 
 
 class Lanes:
-    """Streams and areas of one GPU: what implementations of `PeerMemory` have in common."""
+    """Streams and areas of one GPU: what the copy engine and messages have in common."""
 
     members: tuple[int, ...] = ()  # ranks of the group that share the areas; empty: all
 

@@ -18,10 +18,10 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
+from ringflash.commands.console import console
 from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import Meeting, tell_apart, world
 from ringflash.commands.doctor.judge import Facts, Finding, differences, fault, judge, ok, warning
-from ringflash.console import console
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # a slower link between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0

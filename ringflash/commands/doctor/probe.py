@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.comm.transport import PointToPoint, open_transport
-from ringflash.comm.transport.peer_memory import NoPeerMemory
-from ringflash.oracle import dense, tolerance
+from ringflash.comm.transport.copy_engine import NoCopyEngine
+from ringflash.testing import dense, tolerance
 
 _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
 _EXCHANGES = 5
@@ -64,7 +64,7 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     if cuda:
         try:
             ways["copy_engine"] = _pulls(sent, stride)
-        except NoPeerMemory as problem:
+        except NoCopyEngine as problem:
             missing = str(problem)
     return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
 

@@ -13,6 +13,9 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 from rich.table import Table
 
+from ringflash.comm.mesh import mesh_sizes
+from ringflash.commands.console import console
+from ringflash.commands.overlays import lay_over
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.read import model_of
@@ -26,17 +29,14 @@ from ringflash.commands.plan.search import (
     longest_sequence,
 )
 from ringflash.commands.plan.timing import step_time
-from ringflash.console import console
-from ringflash.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
+from ringflash.huggingface.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
-from ringflash.training.mesh import mesh_sizes
-from ringflash.training.overlays import lay_over
 from ringflash_kernels.api import IMPLS, check_fp8_backward, implementation, rounds
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
-    "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/memory.md)",
+    "model.memory.checkpointing": "what a layer keeps: none, attention_kept or full (docs/plan.md)",
     "model.memory.offload_checkpoints": "keep checkpoints on the host",
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",
     "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",

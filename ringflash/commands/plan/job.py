@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash import flops
 from ringflash.commands.plan.read import ReadShape
 from ringflash.commands.plan.trace import Layers
+from ringflash.huggingface import flops
 from ringflash.memory import Memory
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from torch import nn
 
 from ringflash import huggingface
 from ringflash.commands.plan.trace import Layers, trace_layers, with_liger
-from ringflash.flops import ChunkedAttention, layer_windows, matmul_sizes
+from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.memory.tiles import modules_to_tile
 
 _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `trace.with_liger` imitates

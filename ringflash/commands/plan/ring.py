@@ -22,7 +22,7 @@ from ringflash.attention.sections import (
     shared_buffer_heads,
 )
 from ringflash.attention.ulysses import shared_kv_heads
-from ringflash.comm.transport import MessageMemory, SymmetricMemory
+from ringflash.comm.transport import CopyEngine, NcclGather
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
 from ringflash.commands.plan.read import ReadShape
 from ringflash.sequence.mask import SequenceMask
@@ -140,7 +140,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
 
     keys = model.num_kv_heads * blocks[0].capacity
     if several or not fits_unbuffered(ring.shape, ring.seqlen, ring.dtype):
-        num_buffers = (MessageMemory if ring.on_network else SymmetricMemory).num_buffers
+        num_buffers = (NcclGather if ring.on_network else CopyEngine).num_buffers
         rows = [block.num_rows for block in blocks]
         buffers = Sections(*(in_units(heads, rows) for heads in ring.sections))
         keys = 2 * model.num_kv_heads + sum(shared_buffer_heads(buffers, num_buffers))

@@ -207,7 +207,7 @@ class HopperBackward:
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_BEFORE_EXP=tiles.turn_before_exp, **choices,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:

@@ -4,7 +4,7 @@ A producer warp loads by TMA; two independent consumers of four warps own 64 key
 dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
 query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
 one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
-The consumers alternate: one may start a step when the other has its S or, for some head sizes, has finished its exp.
+The consumers alternate: one may start a step when the other has computed a part of its exp.
 So one computes exp while the other feeds the tensor cores. Without this rule the instruction schedule happens to give
 lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
 in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
@@ -25,12 +25,15 @@ from ringflash_kernels.hopper.backward.problem import (
     slot_of,
 )
 from ringflash_kernels.hopper.compat import (
+    MANY_ADDRESSES,
     aggregate,
+    arrive_after,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     named_barrier,
+    opaque,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -74,7 +77,7 @@ class KeyShared:
     REST: gl.constexpr
     STAGES: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
-    TURN_BEFORE_EXP: gl.constexpr
+    TURN_AFTER: gl.constexpr
     ORDERED: gl.constexpr
     DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
@@ -238,10 +241,14 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     if R:
         layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
         operand1: gl.constexpr = gl.DotOperandLayout(0, layout1, 2)
-        k1 = sm.k1.index(W).reshape([64, R])
-        v1 = sm.v1.index(W).reshape([64, R])
+        k1 = sm.k1.index(opaque(W)).reshape([64, R])
+        v1 = sm.v1.index(opaque(W)).reshape([64, R])
         q1 = sm.q1.index(slot).reshape([64, R])
         dout1 = sm.dout1.index(slot).reshape([64, R])
+
+    if not sm.KV_IN_REGISTERS:
+        k = sm.k0.index(opaque(W)).reshape([64, C])
+        v = sm.v0.index(opaque(W)).reshape([64, C])
 
     # S^T = K Q^T and dP^T = V dO^T
     if sm.ORDERED:
@@ -259,25 +266,27 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     # P = exp(S - lse)
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
-    if sm.TURN_BEFORE_EXP:
-        pass_turn(step, W)
     if sm.ORDERED:
         number = receive_number(sm.begin.index(slot))
         block = number >> 1
         masked = (number & 1) != 0
     if masked:  # a second, masked loop would make ptxas spill in the first
-        rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         if problem.BOUNDS:
-            inside = problem.within(rows, seen[0], seen[1])
+            first_row, stop_row = seen
         else:
-            inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+            keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            first_row, stop_row = problem.rows_seeing(keys)
+        columns = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
+        if R or (MANY_ADDRESSES and not sm.ORDERED and not sm.KV_IN_REGISTERS):  # fewer spills, or faster
+            inside = problem.within(block * 64 + columns, first_row, stop_row)
+        else:
+            inside = problem.within_block(block * 64, columns, first_row, stop_row)
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
+    p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
     p_bits = p.to(dtype)
     p0 = gl.convert_layout(p_bits, operand)
     delta = stats.slice(1, 1, dim=0).load(s_layout)
-    if not sm.TURN_BEFORE_EXP:
-        pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; this wait also keeps ptxas from moving exp past the wgmma wait
     mbarrier.wait(sm.ds_full.index(last), last_parity)
@@ -509,8 +518,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 k = sm.k0.index(W).reshape([64, C]).load(operand)
                 v = sm.v0.index(W).reshape([64, C]).load(operand)
             else:
-                k = sm.k0.index(W).reshape([64, C])
-                v = sm.v0.index(W).reshape([64, C])
+                k = 0
+                v = 0
             if problem.BOUNDS:  # read once per tile: in the loop the addresses would take more registers
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
@@ -578,7 +587,7 @@ def backward_keys(
     heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr,
     numbers_ptr, num_blocks, first_number, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr,
+    TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
@@ -637,7 +646,7 @@ def backward_keys(
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, dq0_buffers, dq1_buffers, dq_full, dq_empty,
-        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_BEFORE_EXP, ORDERED, DQ_BUFFERS, ACCUMULATE,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DQ_BUFFERS, ACCUMULATE,
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,

@@ -144,6 +144,17 @@ class BackwardProblem:
         return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]
 
     @gluon.jit
+    def within_block(self, row, columns, first, stop):
+        """Return which of the 64 rows from `row` on, numbered by `columns`, are in which interval [first, stop).
+
+        In an accumulator a thread's columns are one of 0, 2, 4, 6 plus constants. Added last, the constants need no
+        registers, which ptxas would else compute again for each column (triton 3.8).
+        """
+        own = (row + (columns & 6))[None, :] - first[:, None]
+        passed = (own + (columns & 57)[None, :]).to(gl.uint32, bitcast=True)
+        return passed < gl.maximum(stop - first, 0).to(gl.uint32, bitcast=True)[:, None]
+
+    @gluon.jit
     def blocks(self, key):
         """Return the query blocks [start, stop) that see the tile at `key`; [full_start, full_stop) see all of it."""
         last = gl.minimum(key + self.BLOCK_N, self.num_keys) - 1

@@ -9,7 +9,8 @@ warpgroups own 64 query rows each and walk the visible key blocks from last to f
 
 m is the row maximum that P is relative to, and l the sum of a row of P, so a row of the result is O / l. O is
 rescaled only if m grew by much, which is rare after the first blocks.
-That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence".
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". For some, the consumers issue
+their products in turns, or both might compute their softmax at the same time, and then leave the tensor cores idle.
 Masked blocks are at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
 earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
@@ -25,7 +26,10 @@ from ringflash_kernels.hopper.compat import (
     fence_async_shared,
     gl,
     gluon,
+    maxima_of_rows,
     mbarrier,
+    named_barrier,
+    opaque,
     reinterpret,
     scale_unless_one,
     start_of,
@@ -56,6 +60,16 @@ class ForwardVariant:
     def score_layout(self) -> gl.NVMMADistributedLayout:
         """Registers that hold S and P of one warpgroup."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n, 16])
+
+    @property
+    def half_layout(self) -> gl.NVMMADistributedLayout:
+        """Registers that hold S and P of one warpgroup and half of a block's keys."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n // 2, 16])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of K and V."""
+        return 2 * self.tiles.block_n * (sum(self.tiles.parts) + sum(self.tiles.value_parts))
 
     @property
     def state_layout(self) -> gl.NVMMASharedLayout:
@@ -138,9 +152,8 @@ class Tile(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """Query rows of a warpgroup: Q, the keys [start, stop) that each row sees, the scale of exp2."""
+    """Query rows of a warpgroup: the keys [start, stop) that each row sees, and the scale of exp2."""
 
-    q: tuple
     start: object
     stop: object
     scale: float
@@ -236,7 +249,7 @@ def tiles_at(ring, index, V: gl.constexpr):
 
 
 @gluon.jit
-def q_tiles(shared, W: gl.constexpr, V: gl.constexpr):
+def q_tiles(shared, W, V: gl.constexpr):
     """Return Q of warpgroup W. If results are staged in Q, both parts are in that warpgroup's half of the buffer."""
     if V.tiles.stage_in_q:
         RATIO: gl.constexpr = V.tiles.parts[0] // V.tiles.parts[1]
@@ -254,11 +267,17 @@ def load_tile(desc, tiles, full, batch, row, head, V: gl.constexpr):
     """Load all parts of one tile; `full` counts their bytes."""
     if len(desc) == 2:
         mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes)
-        tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
-        tma_load(desc[1], [batch, row, head, V.tiles.parts[0]], full, tiles[1])
     else:
         mbarrier.expect(full, desc[0].block_type.nbytes)
-        tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
+    load_parts(desc, tiles, full, batch, row, head, V)
+
+
+@gluon.jit
+def load_parts(desc, tiles, full, batch, row, head, V: gl.constexpr):
+    """Load all parts of one tile, whose bytes `full` expects."""
+    tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
+    if len(desc) == 2:
+        tma_load(desc[1], [batch, row, head, V.tiles.parts[0]], full, tiles[1])
 
 
 @gluon.jit
@@ -297,11 +316,19 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
             index, phase = slot(kv, STAGES)
             key = tile.key + (tile.num_blocks - 1 - i) * BN
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            load_tile(k_desc, tiles_at(shared.k, index, V), barriers.k_full.index(index), tile.batch, key, head_kv, V)
+            full = barriers.k_full.index(index)
+            if V.tiles.halves:
+                mbarrier.expect(full, V.block_bytes)
+                load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
+                load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
+            else:
+                load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
             if i == 0:  # after the first K, which need not wait until the previous tile has finished with Q
                 load_q(q_desc, shared, barriers, tile, count, V)
-            mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-            load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), tile.batch, key, head_kv, V)
+            if not V.tiles.halves:
+                mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+                full = barriers.v_full.index(index)
+                load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
             kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
@@ -325,6 +352,12 @@ def matrices(tiles, V: gl.constexpr):
     else:
         parts = (first,)
     return parts
+
+
+@gluon.jit
+def own_q(shared, W: gl.constexpr, V: gl.constexpr):
+    """Return Q of warpgroup W as matrices."""
+    return matrices(q_tiles(shared, opaque(W), V), V)
 
 
 @gluon.jit
@@ -426,31 +459,56 @@ def hide(s, key, rows, V: gl.constexpr):
 @gluon.jit
 def lane_sums(p, V: gl.constexpr):
     """Return row sums within a thread; the four lanes that share a row add theirs once, at the end."""
-    BM: gl.constexpr = V.tiles.block_m
-    EIGHTS: gl.constexpr = V.tiles.block_n // 8
-    return gl.sum(gl.sum(p.reshape([BM, EIGHTS, 4, 2]), 3), 1)
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """Return P = exp(S - m), the new m (of scaled S, base 2), the lanes' sums, and exp(old m - m).
+def over_lanes(x, V: gl.constexpr):
+    """Return the largest number of each row, of which the four lanes that share a row have one in a first register."""
+    BM: gl.constexpr = V.tiles.block_m
+    EIGHTS: gl.constexpr = V.tiles.block_n // 8
+    x = x.reshape([BM, EIGHTS, 4, 2]).permute([0, 2, 1, 3]).reshape([BM, 4, 2 * EIGHTS])
+    for _ in gl.static_range(EIGHTS.bit_length()):  # the first of a lane's registers
+        x = x.reshape([BM, 4, x.shape[2] // 2, 2]).split()[0]
+    return gl.convert_layout(gl.max(x.reshape([BM, 4]), 1), gl.SliceLayout(1, V.score_layout), assert_trivial=True)
+
+
+@gluon.jit
+def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
+    """Return the new m (of scaled S, base 2), what is subtracted for it, and exp(old m - m).
 
     m may lag behind a row's maximum by SLACK. So it rarely changes after the first blocks, and O is rarely rescaled.
     """
-    if MASKED:
-        s = hide(s, key, rows, V)
     SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
-    new_max = gl.maximum(row_max, gl.max(s, 1) * rows.scale)
+    if V.tiles.schedule == "sequence":
+        block_max = over_lanes(maxima_of_rows(s, V.tiles.block_n // 2), V)
+    else:
+        block_max = gl.max(s, 1)
+    new_max = gl.maximum(row_max, block_max * rows.scale)
     new_max = gl.where(new_max - row_max > SLACK, new_max, row_max)
     if MASKED:
         finite_max = gl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         finite_max = new_max
-    alpha = gl.exp2(row_max - finite_max)
-    p = gl.exp2(s * rows.scale - finite_max[:, None])
-    lane_layout: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-    row_sum = row_sum * gl.convert_layout(alpha, lane_layout, assert_trivial=True)[:, None] + lane_sums(p, V)
-    return p, new_max, row_sum, alpha
+    return new_max, finite_max, gl.exp2(row_max - finite_max)
+
+
+@gluon.jit
+def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
+    """Return P = exp(S - m), the new m, the lanes' sums, and exp(old m - m)."""
+    if MASKED:
+        s = hide(s, key, rows, V)
+    row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
+    p = gl.exp2(s * rows.scale - subtracted[:, None])
+    row_sum = times_rows(row_sum, alpha) + lane_sums(p, V)
+    return p, row_max, row_sum, alpha
+
+
+@gluon.jit
+def times_rows(lanes, factor):
+    """Return the lanes' sums times the factor of each row."""
+    layout: gl.constexpr = gl.SliceLayout(1, lanes.type.layout)
+    return lanes * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
 
 
 @gluon.jit
@@ -480,19 +538,36 @@ def key_of(tile, i, V: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Wait until the other consumer has passed the turn to consumer W."""
+    if V.tiles.turns:
+        named_barrier(token, 8 + W, 256, False)
+
+
+@gluon.jit
+def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
+    """Let the other consumer issue its products."""
+    if V.tiles.turns:
+        named_barrier(token, 9 - W, 256, True)
+
+
+@gluon.jit
 def step_overlapped(
-    acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr
-):
+    acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+    MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
     """Issue S of block i and O += P V of the previous block together, then compute the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
-    s = scores(rows.q, matrices(tiles_at(shared.k, next_index, V), V), V)
+    take_turn(kv, W, V)
+    s = scores(own_q(shared, W, V), matrices(tiles_at(shared.k, next_index, V), V), V)
     if V.tiles.rescale_late:
         acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
     s = warpgroup_mma_wait(len(V.tiles.value_parts), deps=(s,))
+    pass_turn(kv, W, V)
     mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
     p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
     # This wait ends the basic block, or ptxas would hoist the wait for P V above the softmax.
@@ -506,14 +581,14 @@ def step_overlapped(
 
 
 @gluon.jit
-def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """Return O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under products."""
     STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
+    s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
     if V.mask == "none":
         if tile.end_full < n:
@@ -526,14 +601,14 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr
     if V.mask != "none":
         for i in range(1, first):
             acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                                  shared, barriers, True, V)  # fmt: skip
+                                                                  shared, barriers, True, W, V)  # fmt: skip
     for i in range(first, last):
         acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                              shared, barriers, False, V)  # fmt: skip
+                                                              shared, barriers, False, W, V)  # fmt: skip
     if V.mask != "none":
         for i in range(last, n):
             acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                                  shared, barriers, True, V)  # fmt: skip
+                                                                  shared, barriers, True, W, V)  # fmt: skip
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
@@ -548,11 +623,15 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr
 
 
 @gluon.jit
-def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, V: gl.constexpr):
+def step_in_sequence(
+    acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
+):
     """Process block i from S to O += P V, while the other warpgroups' products run."""
+    if V.tiles.halves:
+        return step_in_halves(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED, W, V)
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = warpgroup_mma_wait(0, deps=(scores(rows.q, matrices(tiles_at(shared.k, index, V), V), V),))
+    s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
     p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
     acc = rescaled(acc, alpha, V)
@@ -563,18 +642,57 @@ def step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
 
 
 @gluon.jit
+def step_in_halves(
+    acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
+):
+    """Process block i from S to O += P V, the left keys' part under the exponentials of the right keys."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
+    if MASKED:
+        s = hide(s, key_of(tile, i, V), rows, V)
+    row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
+    subtracted = gl.convert_layout(subtracted, gl.SliceLayout(1, V.half_layout), assert_trivial=True)[:, None]
+    acc = rescaled(acc, alpha, V)
+    row_sum = times_rows(row_sum, alpha)
+    v = matrices(tiles_at(shared.v, index, V), V)
+    halves = s.reshape([V.tiles.block_m, 2, V.tiles.block_n // 2]).permute([0, 2, 1]).split()
+    for half in gl.static_range(2):
+        p = gl.convert_layout(halves[half], V.half_layout, assert_trivial=True)
+        p = gl.exp2(p * rows.scale - subtracted)
+        row_sum += gl.convert_layout(lane_sums(p, V), row_sum.type.layout, assert_trivial=True)
+        acc = add_values(acc, p, half_of_keys(v, half, V), V)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    return acc, row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def half_of_keys(v, HALF: gl.constexpr, V: gl.constexpr):
+    """Return the rows of V of the left or right half of a block's keys."""
+    N: gl.constexpr = V.tiles.block_n // 2
+    first = v[0].slice(HALF * N, N, dim=0)
+    if len(v) == 2:
+        parts = (first, v[1].slice(HALF * N, N, dim=0))
+    else:
+        parts = (first,)
+    return parts
+
+
+@gluon.jit
 def pass_block(kv, shared, barriers, V: gl.constexpr):
     """Release a block that none of the warpgroup's rows sees, so that all warpgroups count the ring's uses alike."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    mbarrier.wait(barriers.v_full.index(index), phase)
-    mbarrier.arrive(barriers.v_empty.index(index), count=1)
+    if not V.tiles.halves:
+        mbarrier.wait(barriers.v_full.index(index), phase)
+        mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return kv + 1
 
 
 @gluon.jit
-def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexpr):
+def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
     """Like `attend_overlapped`, without overlap inside the warpgroup: takes the fewest registers."""
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
@@ -583,14 +701,14 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V: gl.constexp
             kv = pass_block(kv, shared, barriers, V)
     for i in range(n - tile.end_seen, n - tile.end_full):
         acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     True, V)  # fmt: skip
+                                                     True, W, V)  # fmt: skip
     for i in range(n - tile.end_full, n - tile.first_full):
         acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     False, V)  # fmt: skip
+                                                     False, W, V)  # fmt: skip
     if V.mask != "none":
         for i in range(n - tile.first_full, n - tile.first_seen):
             acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                         True, V)  # fmt: skip
+                                                         True, W, V)  # fmt: skip
     if V.mask == "band":
         for _ in range(tile.first_seen):
             kv = pass_block(kv, shared, barriers, V)
@@ -696,6 +814,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     count = 0
     kv = 0
     loads = 0
+    if W == 1:
+        pass_turn(kv, W, V)
     ticket = receive(count, shared, barriers)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
@@ -709,14 +829,14 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             if not V.tiles.stage_in_q:
                 load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
         q_empty = barriers.q_empty.index(W)
-        rows = QueryRows(matrices(q_tiles(shared, W, V), V), start, stop, problem.scale)
+        rows = QueryRows(start, stop, problem.scale)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         elif V.tiles.schedule == "overlap":
-            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, V)
+            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W, V)
         else:
-            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, V)
+            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, W, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
@@ -734,6 +854,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             mbarrier.arrive(q_empty, count=1)
         count += 1
         ticket = receive(count, shared, barriers)
+    if W == 0:
+        take_turn(kv, W, V)  # so that no barrier is left half full
     tma_store_wait(0)
 
 
@@ -817,13 +939,21 @@ def make_barriers(V: gl.constexpr):
         acc_full = barrier_ring(WARPGROUPS, 1)
     else:
         acc_full = q_full  # not a new, unused one: its memory would be reused, see backward_keys
+    k_full = barrier_ring(STAGES, 1)
+    k_empty = barrier_ring(STAGES, WARPGROUPS)
+    if V.tiles.halves:
+        v_full = k_full
+        v_empty = k_empty
+    else:
+        v_full = barrier_ring(STAGES, 1)
+        v_empty = barrier_ring(STAGES, WARPGROUPS)
     barriers = Barriers(
         q_full,
         barrier_ring(WARPGROUPS, 1),
-        barrier_ring(STAGES, 1),
-        barrier_ring(STAGES, WARPGROUPS),
-        barrier_ring(STAGES, 1),
-        barrier_ring(STAGES, WARPGROUPS),
+        k_full,
+        k_empty,
+        v_full,
+        v_empty,
         acc_full,
         barrier_ring(2, 1),
         barrier_ring(2, WARPGROUPS),

@@ -223,7 +223,7 @@ class _Products(host.HopperBackward):
             STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.turn_before_exp, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

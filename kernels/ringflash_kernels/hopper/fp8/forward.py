@@ -66,6 +66,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     matrices,
     merge_weights,
     nothing_yet,
+    over_lanes,
     pair,
     pass_block,
     publish,
@@ -240,28 +241,14 @@ def hidden(s, key, rows, V: gl.constexpr):
     BM: gl.constexpr = V.tiles.block_m
     index = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
     start, stop = visible_keys(index, rows.problem, rows.pointers, V)
-    return hide(s, key, QueryRows(rows.q, start, stop, rows.scale), V)
-
-
-@gluon.jit
-def every_other(x):
-    """Return the elements 0, 2, 4 ... of the last of three dimensions."""
-    HALF: gl.constexpr = x.shape[2] // 2
-    first, _ = x.reshape([x.shape[0], x.shape[1], HALF, 2]).split()
-    return first
+    return hide(s, key, QueryRows(start, stop, rows.scale), V)
 
 
 @gluon.jit
 def largest(s, V: gl.constexpr):
     """Return the largest score of every row in the block, before scaling."""
-    BM: gl.constexpr = V.tiles.block_m
-    EIGHTS: gl.constexpr = V.tiles.block_n // 8
-    layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     if V.tiles.max_of_three:
-        tops = largest_of_rows(s, 4 * EIGHTS).reshape([BM, EIGHTS, 4, 2]).permute([0, 2, 1, 3])
-        tops = tops.reshape([BM, 4, 2 * EIGHTS])
-        tops = every_other(every_other(every_other(every_other(every_other(tops)))))  # of 32 registers, the first
-        result = gl.convert_layout(gl.max(tops.reshape([BM, 4]), 1), layout, assert_trivial=True)
+        result = over_lanes(largest_of_rows(s, V.tiles.block_n // 2), V)
     else:
         result = gl.max(s, 1)
     return result
@@ -498,6 +485,8 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
             loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
         count += 1
         ticket = receive(count, shared, barriers)
+    if W == 0:
+        take_turn(count, W, V)  # so that no barrier is left half full
     tma_store_wait(0)
 
 

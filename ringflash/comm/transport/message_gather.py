@@ -1,4 +1,4 @@
-"""Local memory areas whose contents travel between ranks as messages, within a host or between hosts.
+"""Areas whose contents travel between ranks as messages, within a host or between hosts.
 
 Messages are ordered among each other and with the work of their lane, so no barrier is needed: a rank sends data that
 it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for the messages.
@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringflash.comm import cuda_graphs
+from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.buffers import synchronize
 from ringflash.comm.transport.lanes import Lanes, Marker
-from ringflash.comm.transport.peer_memory import Incoming, Outgoing
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
 
 
-class MessageMemory(Lanes):
-    """Implementation of `PeerMemory` over messages.
+class NcclGather(Lanes):
+    """Areas over messages of NCCL.
 
     Messages need SMs, which a forward kernel holds until it ends. A third buffer gives a message the time of two
     sections to arrive.
@@ -90,8 +90,8 @@ class _Done:
         """Do nothing."""
 
 
-class HostMessageMemory(MessageMemory):
-    """Memory of messages over gloo: the host itself does all work, in the order of issue."""
+class GlooGather(NcclGather):
+    """Areas over messages of gloo: the host itself does all work, in the order of issue."""
 
     def mark(self) -> Marker:
         return _Done()

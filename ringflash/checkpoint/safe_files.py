@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from ringflash.checkpoint_checksums import CHECKSUMS, check_sums
+from ringflash.checkpoint.checksums import CHECKSUMS, check_sums
 from ringflash.comm import agreement
 
 _TORCH_METADATA = "torch.distributed.checkpoint.metadata"

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ringflash.comm.agreement import agree
-from ringflash.console import console
+from ringflash.commands.console import console
 from ringflash.sequence.layout import check_seqlen
 from ringflash.sequence.mask import check_cu_seqlens
 from ringflash.verify.report import Report, print_report, to_json

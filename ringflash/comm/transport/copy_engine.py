@@ -1,20 +1,11 @@
-"""Memory that peers read and write directly, with the barriers that order their accesses: the copy-engine transport.
-
-    reserve      every rank allocates an area of the same size, and maps the areas of the others
-    barrier      on the stream: work that any rank issued before it precedes work that any rank issues after it
-    run_in_lane  run work on a separate stream
-
-Only `reserve` blocks the host, and only if an area grows.
-"""
+"""Transport between GPUs of one host: each maps the areas of the others, and copies between them need no SM."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,104 +15,23 @@ from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
 from ringflash.comm.communicator import register_members, register_peers
 from ringflash.comm.group import HostSplit, this_host
+from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.exchanges import Exchanges
-from ringflash.comm.transport.lanes import Lanes, Marker, T
+from ringflash.comm.transport.lanes import Lanes, T
 
-BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
 _PAD_BYTES = 16  # the least that torch allocates, beside a pad of signals
 
 
-class NoPeerMemory(RuntimeError):
+class NoCopyEngine(RuntimeError):
     """Raised on every rank of the group, after the ranks have compared their hosts, GPUs and errors."""
 
 
-class OutOfReach(NoPeerMemory):
+class OutOfReach(NoCopyEngine):
     """Raised for ranks on different hosts, or GPUs without peer access."""
 
 
-class Incoming(NamedTuple):
-    """A tensor to receive from a rank. `source` is the memory to copy from if this rank maps it, else None."""
-
-    target: torch.Tensor
-    rank: int
-    source: torch.Tensor | None
-
-
-class Outgoing(NamedTuple):
-    """A tensor to send to a rank that cannot map our memory."""
-
-    tensor: torch.Tensor
-    rank: int
-
-
-class PeerMemory(Protocol):
-    """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
-
-    `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).
-    `num_buffers`: number of buffers to rotate through, so transfers stay ahead of compute.
-    """
-
-    rank: int
-    group: dist.ProcessGroup
-    members: tuple[int, ...]
-    num_buffers: int
-
-    @property
-    def num_posted(self) -> int:
-        """Number of barriers or message batches that this rank issued; equal on all ranks after the same calls."""
-
-    def reserve(self, name: str, num_bytes: int) -> None:
-        """Grow the area to at least `num_bytes`; a collective call if it is smaller."""
-
-    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a tensor at the start of a rank's area; None if this rank cannot map it."""
-
-    def make_transfer(
-        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
-    ) -> Callable[[], None]:
-        """Return a function that performs these transfers on the current stream.
-
-        Any two ranks must list their transfers in the same order.
-        """
-
-    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """Return the cached result of `make` for this key; made again if one of its areas has grown."""
-
-    def barrier(self, channel: int) -> None:
-        """Order the current streams of all ranks. Barriers of one channel must not overlap."""
-
-    def mark(self) -> Marker:
-        """Return a marker for the work that the current stream holds so far."""
-
-    def wait(self, *markers: Marker) -> None:
-        """Order the current stream after these markers."""
-
-    def on_one_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""
-
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
-    ) -> Marker:
-        """Run `work` after these markers, in the order of its lane, concurrently with the current stream.
-
-        Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
-        """
-
-    def join(self) -> None:
-        """Order the current stream and every lane after all lanes, including work that raised and has no marker.
-
-        Afterwards it is safe to free memory that one lane allocated and another one used.
-        """
-
-    def num_bytes(self) -> int:
-        """Return the bytes of this rank's areas."""
-
-    def release(self) -> None:
-        """Free the areas. Every rank must do so, or the next `reserve` never returns."""
-
-
-class SymmetricMemory(Lanes):
+class CopyEngine(Lanes):
     """Areas in torch's symmetric memory: all GPUs of a host map them, and copies between them need no SM.
 
     Args:
@@ -284,7 +194,7 @@ def _raise_together(problems: list) -> None:
         raise _no_memory(failed)
 
 
-def _no_memory(failed: dict[int, str]) -> NoPeerMemory:
-    return NoPeerMemory(
-        f"symmetric memory must be allocated on every rank, got errors {failed}; free memory, or use transport='nccl'."
+def _no_memory(failed: dict[int, str]) -> NoCopyEngine:
+    return NoCopyEngine(
+        f"ranks could not allocate or map symmetric memory: {failed}; free memory, or use transport='nccl'."
     )

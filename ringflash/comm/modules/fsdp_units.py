@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ringflash.comm.agreement import gather
+from ringflash.comm.call_order import CallOrder
 from ringflash.comm.group import Group, resolve
-from ringflash.training.call_order import CallOrder
 
 _REMEDY = (
     "shard the layer that calls it as one unit, so that its parts are gathered together, or call each unit on every "

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,11 +22,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import gather_by_heads, gradient_return, plan, schedule, sections
-from ringflash.attention.options import RingOptions
+from ringflash.attention.inputs import CallShape
+from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
-from ringflash.comm.transport import buffers, peer_memory
+from ringflash.comm.transport import buffers, copy_engine
 from ringflash.sequence.mask import SequenceMask
 
 GPU = torch.device("cuda")
@@ -43,7 +45,7 @@ HERE = ["host0", "gpu0", []], ["host0", "gpu1", []]
 
 
 def test_one_host_with_peer_access() -> None:
-    peer_memory._check_locations([*HERE, ["host0", "gpu2", ["gpu7"]]])  # gpu7 is not in the group
+    copy_engine._check_locations([*HERE, ["host0", "gpu2", ["gpu7"]]])  # gpu7 is not in the group
 
 
 @pytest.mark.parametrize(
@@ -56,14 +58,14 @@ def test_one_host_with_peer_access() -> None:
 )
 def test_refused_elsewhere(place: list, got: str) -> None:
     with pytest.raises(RuntimeError, match="copy_engine.* must have all ranks .*use 'nccl'") as error:
-        peer_memory._check_locations([*HERE, place])
+        copy_engine._check_locations([*HERE, place])
     assert got in str(error.value)
 
 
 def test_a_rank_without_memory_stops_all() -> None:
-    peer_memory._raise_together(["", ""])
-    with pytest.raises(RuntimeError, match="got errors {1: 'out of memory'}"):
-        peer_memory._raise_together(["", "out of memory"])
+    copy_engine._raise_together(["", ""])
+    with pytest.raises(RuntimeError, match="could not allocate .*{1: 'out of memory'}"):
+        copy_engine._raise_together(["", "out of memory"])
 
 
 @pytest.mark.parametrize("failures, made", [(0, True), (1, True), (2, False)])
@@ -72,7 +74,7 @@ def test_cached_blocks_are_given_back_for_an_area(failures: int, made: bool) -> 
     area, out = torch.empty(1), RuntimeError("CUDA driver error: out of memory")
     make = mock.Mock(side_effect=[*[out] * failures, area])
     with mock.patch.object(torch.cuda, "empty_cache") as empty:
-        got, problem = peer_memory._allocate(make)
+        got, problem = copy_engine._allocate(make)
     assert (got is area) == made and (problem == "") == made
     assert empty.call_count == min(failures, 1)
 
@@ -83,13 +85,13 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem, chosen", [(None, "copy_engine"), (peer_memory.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
+    "problem, chosen", [(None, "copy_engine"), (copy_engine.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
 )
 def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception | None, chosen: str) -> None:
     group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
-        mock.patch.object(transport, "SymmetricMemory", memory),
+        mock.patch.object(transport, "CopyEngine", memory),
         NO_NCCL,
     ):
         names = [transport.choose_transport(name, group, GPU) for name in ("auto", "nccl", "copy_engine")]
@@ -102,8 +104,8 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
     group, memory = mock.Mock(_device_types=()), mock.Mock()
-    memory.side_effect = peer_memory.NoPeerMemory("pidfd_getfd: not permitted")
-    patched = mock.patch.object(transport, "SymmetricMemory", memory)
+    memory.side_effect = copy_engine.NoCopyEngine("pidfd_getfd: not permitted")
+    patched = mock.patch.object(transport, "CopyEngine", memory)
     with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
         opened = transport.open_transport(transport.UNDECIDED, group)
         assert transport.transport_name(opened) == "nccl"
@@ -120,16 +122,16 @@ class Part(Messages):
 
 
 @pytest.mark.parametrize(
-    "problem", [None, peer_memory.OutOfReach("no peer access"), peer_memory.NoPeerMemory("pidfd_getfd: not permitted")]
+    "problem", [None, copy_engine.OutOfReach("no peer access"), copy_engine.NoCopyEngine("pidfd_getfd: not permitted")]
 )
-def test_heads_travel_over_the_copy_engine_in_reach(problem: peer_memory.NoPeerMemory | None) -> None:
+def test_heads_travel_over_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine | None) -> None:
     group, memory = mock.Mock(_device_types=(), rank=lambda: 3), mock.Mock()
     memory.side_effect = problem
     warned: Any = pytest.warns(UserWarning, match="by messages of NCCL, since .* pidfd_getfd")
     with (
-        mock.patch.object(transport, "SymmetricMemory", memory),
+        mock.patch.object(transport, "CopyEngine", memory),
         mock.patch.object(transport, "PointToPoint", Part),
-        nullcontext() if not problem or isinstance(problem, peer_memory.OutOfReach) else warned,
+        nullcontext() if not problem or isinstance(problem, copy_engine.OutOfReach) else warned,
     ):
         opened = transport.exchange_memory(group, HostSplit(2, 2), GPU)
         assert transport.exchange_memory(group, HostSplit(2, 2), GPU) is opened
@@ -154,19 +156,19 @@ def test_each_host_is_checked() -> None:
     group = mock.Mock(group_name="0", rank=lambda: 3)
     with (
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(peer_memory, "_location", lambda _: None),
-        mock.patch.object(peer_memory, "gather", lambda *_: places),
-        mock.patch.object(peer_memory, "register_members", lambda _, members: (f"of {members}", None)),
-        mock.patch.object(peer_memory.cuda_graphs, "capturing", lambda _: False),
-        mock.patch.object(peer_memory.SymmetricMemory, "_count_exchanges"),
-        mock.patch.object(peer_memory.SymmetricMemory, "_map"),
-        mock.patch.object(peer_memory, "register_peers"),
+        mock.patch.object(copy_engine, "_location", lambda _: None),
+        mock.patch.object(copy_engine, "gather", lambda *_: places),
+        mock.patch.object(copy_engine, "register_members", lambda _, members: (f"of {members}", None)),
+        mock.patch.object(copy_engine.cuda_graphs, "capturing", lambda _: False),
+        mock.patch.object(copy_engine.CopyEngine, "_count_exchanges"),
+        mock.patch.object(copy_engine.CopyEngine, "_map"),
+        mock.patch.object(copy_engine, "register_peers"),
     ):
-        memory = peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
+        memory = copy_engine.CopyEngine(group, 1000, HostSplit(2, 2))
         assert (memory.rank, memory.members, memory._mapping[0]) == (1, (2, 3), "of (2, 3)")
         places[0][2] = ["gpu1"]
-        with pytest.raises(peer_memory.OutOfReach, match=r"no access from ranks \[0\]"):
-            peer_memory.SymmetricMemory(group, 1000, HostSplit(2, 2))
+        with pytest.raises(copy_engine.OutOfReach, match=r"no access from ranks \[0\]"):
+            copy_engine.CopyEngine(group, 1000, HostSplit(2, 2))
 
 
 class Process:
@@ -210,15 +212,15 @@ class Process:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Function that reserves an area on two ranks at once; it returns their errors."""
-    kind, here = peer_memory._SymmetricMemory, Process.here
+    kind, here = copy_engine._SymmetricMemory, Process.here
     monkeypatch.setattr(kind, "empty_strided_p2p", lambda size, *_: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(kind, "rendezvous", lambda *what: here.process.rendezvous(*what))
     monkeypatch.setattr(kind, "get_backend", lambda _: "CUDA")
-    monkeypatch.setattr(peer_memory, "gather", Process.gather)
-    monkeypatch.setattr(peer_memory, "_check_locations", lambda _: None)
-    monkeypatch.setattr(peer_memory, "_location", lambda _: None)
-    monkeypatch.setattr(peer_memory, "register_peers", lambda *_: None)
-    monkeypatch.setattr(peer_memory.cuda_graphs, "capturing", lambda _: False)
+    monkeypatch.setattr(copy_engine, "gather", Process.gather)
+    monkeypatch.setattr(copy_engine, "_check_locations", lambda _: None)
+    monkeypatch.setattr(copy_engine, "_location", lambda _: None)
+    monkeypatch.setattr(copy_engine, "register_peers", lambda *_: None)
+    monkeypatch.setattr(copy_engine.cuda_graphs, "capturing", lambda _: False)
     for name in ("current_device", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
 
@@ -232,7 +234,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             name = f"both {process.rank}"
             torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
             try:
-                memory = peer_memory.SymmetricMemory(mock.Mock(rank=lambda: process.rank, group_name=name), 1000)
+                memory = copy_engine.CopyEngine(mock.Mock(rank=lambda: process.rank, group_name=name), 1000)
                 memory.reserve("kv", 16)
                 return None
             except RuntimeError as error:
@@ -266,7 +268,7 @@ def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[An
     """Before the ranks map memory together, where the other one would wait."""
     begun = [Process(0), Process(1, fails=(1, 2))]
     for error in processes(begun):
-        assert isinstance(error, peer_memory.NoPeerMemory) and "{1: 'too many open files'}" in str(error)
+        assert isinstance(error, copy_engine.NoCopyEngine) and "{1: 'too many open files'}" in str(error)
     assert begun[0].count == 2  # only its own
 
 
@@ -282,15 +284,15 @@ def test_a_rank_that_fails_among_others_names_its_error(
             raise silent
         return Process.gather(group, said)
 
-    monkeypatch.setattr(peer_memory, "gather", gather)
+    monkeypatch.setattr(copy_engine, "gather", gather)
     monkeypatch.setattr(Process, "rounds", threading.Barrier(2))
     error = processes([Process(0), Process(1, fails=(2,))], 0.2)[1]
-    assert isinstance(error, peer_memory.NoPeerMemory) and "too many open files" in str(error)
+    assert isinstance(error, copy_engine.NoCopyEngine) and "too many open files" in str(error)
     assert error.__cause__ is silent
 
 
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
-    with mock.patch.object(transport, "SymmetricMemory") as memory:
+    with mock.patch.object(transport, "CopyEngine") as memory:
         transport.open_transport("copy_engine", mock.Mock(_device_types=()))
     timeout_ms = memory.call_args.args[1]
     assert timeout_ms > timeout().total_seconds() * 1000 == 600_000
@@ -301,7 +303,7 @@ def test_auto_hides_no_other_error() -> None:
     memory = mock.Mock()
     memory.side_effect = RuntimeError("no answer from some of 4 ranks")
     group = mock.Mock(_device_types=())
-    with mock.patch.object(transport, "SymmetricMemory", memory), pytest.raises(RuntimeError, match="no answer"):
+    with mock.patch.object(transport, "CopyEngine", memory), pytest.raises(RuntimeError, match="no answer"):
         transport.open_transport(transport.UNDECIDED, group)
     assert group not in transport._decided
 
@@ -326,7 +328,7 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     """The rank with most keys decides: of these documents ranks see different numbers of chunks."""
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
     groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
-    plans = [plan.CallPlan(mask, "reference", "", "nccl", 1.0, RingOptions(group)) for group in groups]
+    plans = [plan.CallPlan(mask, "reference", "", Algorithm.GATHER, "nccl", CallOptions(group)) for group in groups]
     assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     gathering = plans[0].gathering
@@ -334,8 +336,8 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", transport.UNDECIDED):
-                assert [len(one.key_blocks(q, k, name)) for one in plans] == [num_blocks] * 4
-            assert plans[0].key_blocks(q, k, "gloo") == ()
+                moved = [replace(one, transport=name) for one in plans]
+                assert [len(one.key_blocks(CallShape.of(q, k, k))) for one in moved] == [num_blocks] * 4
 
 
 def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
@@ -344,12 +346,12 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     k = torch.empty(1, 64, 2, 8)
     held: list[StorageWeakRef] = []
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
-        memory = transport.MessageMemory(channel, k.device)
+        memory = transport.NcclGather(channel, k.device)
         for window in (9, 30, 60):
             gathering = schedule.plan_gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, k, 2)
-            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gradient_return.GradientReturn, gathered, k))
+            call._cached("return", ("kv", "dkv"), k, k, 2, partial(gradient_return.GradientReturn.of, gathered, k))
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]

@@ -1,0 +1,1 @@
+"""Files of distributed checkpoints: checksums, and checks that they hold only data."""

@@ -1,0 +1,77 @@
+"""Averages of gradients over the ranks of a group, in a loop without DDP and FSDP2."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from ringflash.comm.agreement import gather
+from ringflash.comm.group import Group, resolve
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
+    """Average gradients over the ranks of a group, in place; all ranks call this together, after a backward.
+
+    A rank that has not used a parameter, for example an expert for which it had no tokens, adds zeros. A parameter that
+    no rank has used keeps no gradient, as in one process.
+
+    Args:
+        parameters: the same on all ranks, in one order, such as `module.parameters()`.
+        group: ranks over which the loss is averaged: those of a ring, or of all rings.
+    """
+    group = resolve(group)
+    every = list(parameters)
+    if group is None or not every:
+        return
+    _fill(every, group)
+    for parameter in every:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= group.size()
+
+
+class FilledGradients:
+    """Zeros for parameters of a module that only other ranks of a ring have used in a backward.
+
+    Many loops all-reduce the gradients that exist (`if p.grad is not None`). If ranks had gradients of different
+    parameters, these would be added to one another. FSDP2 has its own gradients (`align_units`).
+    """
+
+    def __init__(self) -> None:
+        self._is_queued = False
+
+    def begin(self, module: nn.Module, group: dist.ProcessGroup | None, output: object) -> None:
+        """Compare the ranks at the end of each backward through the outputs of a forward."""
+
+        def queue(_: Tensor) -> None:
+            if not self._is_queued:
+                self._is_queued = True
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+
+        def end() -> None:
+            self._is_queued = False
+            assert group is not None
+            parameters = [x for x in module.parameters() if x.requires_grad and not isinstance(x, DTensor)]
+            used = bytes(x.grad is not None for x in parameters)
+            if used and len(set(gather(group, zlib.crc32(used)))) > 1:
+                _fill(parameters, group)
+
+        if group is not None:
+            for x in tree_leaves(output):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(queue)
+
+
+def _fill(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give zeros to parameters without a gradient that another rank of the group has used."""
+    used = torch.tensor([x.grad is not None for x in parameters], dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+        if is_used and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

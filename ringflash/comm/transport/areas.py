@@ -1,0 +1,103 @@
+"""Named memory areas of a group, whose contents travel between ranks: what the copy engine and messages have in common.
+
+    reserve      every rank allocates an area of the same size
+    barrier      on the stream: work that any rank issued before it precedes work that any rank issues after it
+    run_in_lane  run work on a separate stream
+
+`CopyEngine` copies from areas of other ranks, which it maps. `NcclGather` and `GlooGather` send messages, which order
+the ranks without barriers. Only `reserve` blocks the host, and only if an area grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ringflash.comm.transport.lanes import Marker, T
+
+BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
+
+
+class Incoming(NamedTuple):
+    """A tensor to receive from a rank. `source` is the memory to copy from if this rank maps it, else None."""
+
+    target: torch.Tensor
+    rank: int
+    source: torch.Tensor | None
+
+
+class Outgoing(NamedTuple):
+    """A tensor to send to a rank that cannot map our memory."""
+
+    tensor: torch.Tensor
+    rank: int
+
+
+class GroupAreas(Protocol):
+    """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
+
+    `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).
+    `num_buffers`: number of buffers to rotate through, so transfers stay ahead of compute.
+    """
+
+    rank: int
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    num_buffers: int
+
+    @property
+    def num_posted(self) -> int:
+        """Number of barriers or message batches that this rank issued; equal on all ranks after the same calls."""
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """Grow the area to at least `num_bytes`; a collective call if it is smaller."""
+
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a tensor at the start of a rank's area; None if this rank cannot map it."""
+
+    def make_transfer(
+        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
+    ) -> Callable[[], None]:
+        """Return a function that performs these transfers on the current stream.
+
+        Any two ranks must list their transfers in the same order.
+        """
+
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        """Return the cached result of `make` for this key; made again if one of its areas has grown."""
+
+    def barrier(self, channel: int) -> None:
+        """Order the current streams of all ranks. Barriers of one channel must not overlap."""
+
+    def mark(self) -> Marker:
+        """Return a marker for the work that the current stream holds so far."""
+
+    def wait(self, *markers: Marker) -> None:
+        """Order the current stream after these markers."""
+
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""
+
+    def run_in_lane(
+        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    ) -> Marker:
+        """Run `work` after these markers, in the order of its lane, concurrently with the current stream.
+
+        Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
+        """
+
+    def join(self) -> None:
+        """Order the current stream and every lane after all lanes, including work that raised and has no marker.
+
+        Afterwards it is safe to free memory that one lane allocated and another one used.
+        """
+
+    def num_bytes(self) -> int:
+        """Return the bytes of this rank's areas."""
+
+    def release(self) -> None:
+        """Free the areas. Every rank must do so, or the next `reserve` never returns."""

@@ -1,1 +1,0 @@
-"""Device mesh and seeding, shared by the Lightning and DeepSpeed strategies."""
