@@ -296,6 +296,12 @@ def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -
     assert f"rank 1 of 2 waits: {flags}" in output
 
 
+def test_run_ends_what_a_launcher_leaves_behind() -> None:
+    """A job in a new process group, as supervise starts it, which holds the pipe that `run` reads."""
+    with pytest.raises(AssertionError, match="exit status 7:\n$"):
+        run(["bash", "-c", "set -m; (sleep 20; echo late) & exit 7"], timeout_s=1.0)
+
+
 def test_launcher_returns_the_status_of_the_command() -> None:
     """Also where no signal came."""
     with pytest.raises(AssertionError, match="exit status 7:"):
