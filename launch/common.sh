@@ -1,6 +1,10 @@
 # shellcheck shell=bash
 # Functions shared by the launchers; source this from the repository's root.
 
+# A pipe that stays empty, for `supervise`. Opened here because no signal may be trapped while bash parses <(...): see
+# ask_workers.
+exec {never}<> <(:)
+
 # Exits with 2 unless a variable is a whole number in a range: check_count NAME LEAST [MOST].
 check_count() {
   local name=$1 least=$2 most=${3:-} value=${!1}
@@ -102,7 +106,7 @@ show() {
 # It waits with `read` on a pipe that stays empty: if a signal interrupted the `wait` for a `sleep`, bash 5.2 could
 # report 128 plus the signal's number as the command's status.
 supervise() {
-  local ask=$1 pid never status
+  local ask=$1 pid status
   shift
   received=
   trap 'received=TERM' TERM  # before the command starts: a signal in between would kill this shell and orphan it
@@ -111,7 +115,6 @@ supervise() {
   "$@" &
   pid=$!
   set +m
-  exec {never}<> <(:)
   trap 'kill -INT "$pid"' INT
   trap 'kill -HUP "$pid"' HUP  # a terminal that closes signals only our group
   trap 'kill -QUIT "$pid"' QUIT
@@ -124,7 +127,6 @@ supervise() {
     wait "$pid" || status=$?
     ((status > 128)) || break
   done
-  exec {never}<&-
   trap : TERM USR1  # neither '' nor -: a pending signal would then kill the shell (bash 5.2)
   trap - INT HUP QUIT
   return "$status"

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -233,12 +233,19 @@ def _start(command: Sequence[str | Path], environment: dict[str, str]) -> subpro
 @contextmanager
 def _limit(process: subprocess.Popen[str], timeout_s: float) -> Iterator[None]:
     """Kill the process and all that it started when time is up: whoever reads its output then sees the end."""
-    timer = threading.Timer(timeout_s, os.killpg, (process.pid, signal.SIGKILL))
+    timer = threading.Timer(timeout_s, _kill_session, (process.pid,))
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def _kill_session(session: int) -> None:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def write_text(folder: Path, num_files: int = 60) -> Path:

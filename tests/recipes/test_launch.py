@@ -296,6 +296,12 @@ def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -
     assert f"rank 1 of 2 waits: {flags}" in output
 
 
+def test_run_ends_what_a_launcher_leaves_behind() -> None:
+    """A job in a new process group, as supervise starts it, which holds the pipe that `run` reads."""
+    with pytest.raises(AssertionError, match="exit status 7:\n$"):
+        run(["bash", "-c", "set -m; (sleep 20; echo late) & exit 7"], timeout_s=1.0)
+
+
 def test_launcher_returns_the_status_of_the_command() -> None:
     """Also where no signal came."""
     with pytest.raises(AssertionError, match="exit status 7:"):
@@ -334,21 +340,27 @@ def test_other_signals_to_the_launcher_reach_the_command(name: str) -> None:
         )
 
 
-ASKING = """
+SIGNALLED = """
 set -euo pipefail
 source launch/common.sh
 trap 'received=USR1' USR1
+ask() { :; }
 echo ready
-for _ in {1..3000}; do ask_workers 999999999; done
+for _ in {1..%d}; do %s; done
 """
+SUPERVISE_SHORTLY = "read() { :; }; supervise ask true 2>/dev/null"  # without half a second for each command
 
 
-def test_a_signal_while_the_workers_are_asked_breaks_nothing() -> None:
+@pytest.mark.parametrize(
+    ("times", "what"), [(3000, "ask_workers 999999999"), (600, SUPERVISE_SHORTLY)], ids=["asks", "supervises"]
+)
+def test_a_signal_breaks_no_supervision(times: int, what: str) -> None:
     """Thousands of signals; the trap of one runs at every place of the loop (bash 5.2 failed in `$(...)` and `<(...)`).
 
-    With a pause between them: bash dies of those that come faster than it runs their traps, whatever it does.
+    With a pause between them: bash dies of those that arrive faster than it runs their traps, whatever it does.
     """
-    process = subprocess.Popen(["bash", "-c", ASKING], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = ["bash", "-c", SIGNALLED % (times, what)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
