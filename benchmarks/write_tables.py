@@ -1,4 +1,4 @@
-"""Write the tables and quoted figures of README.md and docs/ from the committed results.
+"""Write the tables, quoted figures and example programs of README.md and docs/ from results and examples/.
 
 python -m benchmarks.write_tables
 
@@ -20,6 +20,11 @@ from ringflash.huggingface.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
+EXAMPLES = {
+    "docs/wrapping.md": ("train_loop", "lightning_module"),
+    "docs/accelerate.md": ("hf_trainer",),
+    "docs/deepspeed.md": ("deepspeed_zero",),
+}
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 EVERY_ROW = "measurements.md"
 
@@ -81,6 +86,9 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
+    for page, names in EXAMPLES.items():
+        for name in names:
+            yield page, name, f"```python\n{(ROOT / 'examples' / name).with_suffix('.py').read_text()}```"
     for page, summaries in SUMMARIES.items():
         for name, summary in summaries.items():
             yield page, name, summary()

@@ -6,20 +6,43 @@ order of the parameter groups. A parameter that no step has used has none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from lightning.fabric.utilities.cloud_io import _load
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ringflash.checkpoint.safe_files import check_together
+
 Shape = tuple[int, ...] | None  # None for a value that is not a tensor
+
+
+def first_undamaged(paths: list[Path], replace: Callable[[Path], None]) -> Path:
+    """Return the first checkpoint that passes `check_together`; all ranks return the same one.
+
+    Args:
+        replace: called with the next path if a checkpoint is damaged.
+    Raises:
+        ValueError: all are damaged, or would run code; on every rank.
+    """
+    for path, previous in pairwise(paths):
+        try:
+            check_together(path)
+            return path
+        except ValueError as error:
+            rank_zero_warn(f"{error} Continuing from the previous one, {previous}.")
+            replace(previous)
+    check_together(paths[-1])
+    return paths[-1]
 
 
 class Folder:
@@ -73,7 +96,10 @@ class SingleFile:
 
     def __init__(self, path: Path, weights_only: bool) -> None:
         self.path = path
-        content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        if weights_only:
+            content = torch.load(path, mmap=True, map_location="cpu", weights_only=True)
+        else:  # the user trusts the file, and Lightning loads it alike
+            content = _load(path, map_location="cpu", weights_only=False)
         self.shapes = {x.replace("_orig_mod.", ""): _shape(value) for x, value in content["state_dict"].items()}
         self._optimizers = content.get("optimizer_states", [])
         self.num_optimizers = len(self._optimizers)

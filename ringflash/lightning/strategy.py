@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ringflash.checkpoint.safe_files import check_together
 from ringflash.comm.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.comm.modules.fsdp_units import UnitOrder
-from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits
+from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits, first_undamaged
 from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, check_same_state
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
@@ -221,7 +219,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         if path.is_dir():
             callbacks: list[Any] = [x for x in self._trainer.callbacks if hasattr(x, "older_checkpoints")]
             older = callbacks[0].older_checkpoints(path) if callbacks and self.is_global_zero else []
-            path = self._first_undamaged([path, *self.broadcast(older)])
+            path = first_undamaged([path, *self.broadcast(older)], self._start_from)
         checkpoint = Folder(path) if path.is_dir() else SingleFile(path, weights_only)
         assert self.lightning_module is not None and self.model is not None
         module = self.lightning_module if self.lightning_module.strict_loading else None
@@ -234,17 +232,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             checkpoint.load_optimizer(i, self.model, optimizer)
         return rest
 
-    def _first_undamaged(self, paths: list[Path]) -> Path:
-        """Return the first checkpoint that passes `check_together`; all ranks return the same one."""
-        for path, previous in pairwise(paths):
-            try:
-                check_together(path)
-                return path
-            except ValueError as error:
-                rank_zero_warn(f"{error} Continuing from the previous one, {previous}.")
-                self._trainer._checkpoint_connector._ckpt_path = previous  # ModelCheckpoint then does not delete it
-        check_together(paths[-1])
-        return paths[-1]
+    def _start_from(self, path: Path) -> None:
+        """Let the trainer continue from another checkpoint, which ModelCheckpoint then does not delete."""
+        self._trainer._checkpoint_connector._ckpt_path = path
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint once the checkpoints that replace it are complete."""

@@ -71,7 +71,7 @@ def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) ->
     The last batch of an epoch has one sequence for two. The process is without ringflash; the ring also continues from
     its checkpoint.
     """
-    code = example("docs/accelerate.md", "# trainer.py").replace("range(16)", "range(15)").replace("240 +", "60 +")
+    code = example("docs/accelerate.md", "# hf_trainer.py").replace("range(16)", "range(15)").replace("240 +", "60 +")
     folders = [tmp_path / name for name in ("one", "two", "resumed")]
     for folder in folders:
         folder.mkdir()
