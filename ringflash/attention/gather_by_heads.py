@@ -339,6 +339,7 @@ class UnitRun:
         start: the point at which the call began.
         arrived: arrival of the K/V that were pulled last.
         computed: ends of the kernels, by unit.
+        last_in_lane: end of the last kernel of each lane.
         returns: ends of the returns of gradients, by transfer.
         section_ends: ends of the sections of a backward, by section: dQ cast and gradients returned, but for the last
             two sections, whose dQ is cast in their own lanes since no other section waits for them.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ringflash_kernels import attention_backward, attention_forward, fp8_reference
+from ringflash_kernels import attention_backward, attention_forward, begin_backward, fp8_reference
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Fp8ReferenceBackward
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.oracle import attention
@@ -170,6 +170,8 @@ def test_other_heads_than_it_began_with_are_refused():
     run = Fp8ReferenceBackward(q, q, q, torch.zeros(1, 4, 128), num_kv_heads=2, softmax_scale=1.0)
     with pytest.raises(ValueError, match="must have the 2 heads with which the backward began, got 1; begin another"):
         run.add(k, k, Mask.full(128, 128), k, k)
+    with pytest.raises(ValueError, match="num_kv_heads must be given with impl 'reference_fp8', got None"):
+        begin_backward(q, q, q, torch.zeros(1, 4, 128), impl="reference_fp8")
 
 
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import gather_by_heads, gradient_return, plan, schedule, sections
-from ringflash.attention.inputs import CallShape
+from ringflash.attention.inputs import CallShape, KVShape
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
@@ -100,6 +100,23 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
         assert transport.transport_name(opened) == chosen
         assert transport.choose_transport("auto", group, GPU) == chosen
         assert transport.open_transport(chosen, group) is opened
+
+
+@pytest.mark.parametrize(
+    "name, algorithm, moved_by",
+    [
+        ("auto", transport.UNDECIDED, transport.UNDECIDED), ("nccl", Algorithm.GATHER, "nccl"),
+        ("copy_engine", Algorithm.GATHER, "copy_engine"), ("by_host", Algorithm.BY_HOST, "nccl"),
+        ("ulysses", Algorithm.ULYSSES, transport.UNDECIDED),
+    ],
+)  # fmt: skip
+def test_transport_argument_names_algorithms_too(name: str, algorithm: object, moved_by: object) -> None:
+    group, shape = mock.Mock(size=lambda: 4), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
+    with (
+        mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
+        mock.patch.object(plan, "known_split", lambda group: HostSplit(2, 2)),
+    ):
+        assert plan._choose_algorithm(CallOptions(group, transport=name), shape)[:2] == (algorithm, moved_by)
 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
