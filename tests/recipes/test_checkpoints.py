@@ -61,7 +61,7 @@ def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
 
 
 def test_a_file_whose_groups_name_other_parameters_is_refused(tmp_path: Path) -> None:
-    """Groups of equal shapes, so that only their names differ."""
+    """The groups have equal shapes, so that only the names tell."""
     module, path = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tmp_path / "file.ckpt"
     named = list(module.named_parameters())
     content = {"state_dict": module.state_dict(), "optimizer_states": [torch.optim.AdamW(named).state_dict()]}
