@@ -36,10 +36,10 @@ NEWEST_KERNELS = PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST)
 AS_IN_MAIN = git diff --quiet "$$(git merge-base HEAD origin/main || git merge-base HEAD main)" -- kernels tests/compile
 
 test-cpu: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)
-	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)$$( ($(AS_IN_MAIN)) 2>/dev/null && echo ' and not every_kernel')"
+	$(CPU_TESTS) -m "$(EVERY_CPU_TEST) and not nightly$$( ($(AS_IN_MAIN)) 2>/dev/null && echo ' and not every_kernel')"
 	$(NEWEST_KERNELS)
 
-test-all: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)  ## Run the same, and compile every kernel
+test-all: $(VENV)/.ready $(VENV)/triton-$(NEWEST_TRITON)  ## Run the same, the nightly tests, and compile every kernel
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
 	$(NEWEST_KERNELS)
 
