@@ -41,8 +41,10 @@ class ChangedBuffers:
             ValueError: a buffer differs between ranks; on every rank.
         """
         before, self._before, resolved = self._before, None, resolve(group)
+        if not before or resolved is None:
+            return
         now = dict(persistent_buffers(module))
-        if not before or resolved is None or any(cuda_graphs.capturing(x.device) for x in now.values()):
+        if any(cuda_graphs.capturing(x.device) for x in now.values()):
             return
         changed = sorted(name for name, x in now.items() if name not in before or _differ(before[name], x))
         sums = {name: _checksum(now[name]) for name in changed}

@@ -43,18 +43,17 @@ class FilledGradients:
     """
 
     def __init__(self) -> None:
-        self._is_queued = False
+        self._backward = -1  # id of the last one; an error may have ended it before it was compared
 
     def begin(self, module: nn.Module, group: dist.ProcessGroup | None, output: object) -> None:
         """Compare the ranks at the end of each backward through the outputs of a forward."""
 
         def queue(_: Tensor) -> None:
-            if not self._is_queued:
-                self._is_queued = True
+            if self._backward != (present := torch._C._current_graph_task_id()):
+                self._backward = present
                 torch.autograd.Variable._execution_engine.queue_callback(end)
 
         def end() -> None:
-            self._is_queued = False
             assert group is not None
             # Without the DTensors of FSDP2; the import of their class takes longer than torch's.
             parameters = [x for x in module.parameters() if x.requires_grad and not hasattr(x, "device_mesh")]
