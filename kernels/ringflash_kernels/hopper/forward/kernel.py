@@ -539,16 +539,16 @@ def key_of(tile, i, V: gl.constexpr):
 
 @gluon.jit
 def take_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Wait until the other consumer has passed the turn to consumer W."""
+    """Wait until the previous consumer has passed the turn to consumer W."""
     if V.tiles.turns:
         named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
 def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Let the other consumer issue its products."""
+    """Let the next consumer issue its products."""
     if V.tiles.turns:
-        named_barrier(token, 9 - W, 256, True)
+        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
 
 
 @gluon.jit

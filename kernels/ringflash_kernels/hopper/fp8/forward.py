@@ -33,7 +33,6 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     largest_of_rows,
     mbarrier,
-    named_barrier,
     reinterpret,
     tma_load,
     tma_store_wait,
@@ -69,6 +68,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     over_lanes,
     pair,
     pass_block,
+    pass_turn,
     publish,
     q_tiles,
     receive,
@@ -78,6 +78,7 @@ from ringflash_kernels.hopper.forward.kernel import (
     scores,
     slot,
     store_part,
+    take_turn,
     tiles_at,
     visible_keys,
 )
@@ -344,20 +345,6 @@ def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
     else:
         parts = (first,)
     return parts, row_sum
-
-
-@gluon.jit
-def take_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Wait until the previous warpgroup has issued its products."""
-    if V.tiles.turns:
-        named_barrier(token, 8 + W, 256, False)
-
-
-@gluon.jit
-def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
-    """Let the next warpgroup issue its products."""
-    if V.tiles.turns:
-        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
 
 
 @gluon.jit
