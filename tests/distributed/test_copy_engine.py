@@ -239,7 +239,7 @@ _sections_of = sections.choose_sections
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @on_ranks(2)
-def test_after_an_error_a_call_begins_as_the_first_of_its_mask(ctx: Context, way: str) -> None:
+def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
     """On every rank alike a device has no memory left for the kernel of a section."""
     run_in_lane, issued = SharedMemory.run_in_lane, itertools.count()
 

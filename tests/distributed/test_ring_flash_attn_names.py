@@ -190,7 +190,7 @@ def test_shards_without_a_layout_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["AllGatherComm", "get_default_args", "check_params", "create_ring_flash_attention_forward"]
 )
-def test_names_that_are_only_imported_are_refused_when_called(name: str) -> None:
+def test_imported_names_are_refused_when_called(name: str) -> None:
     """prime-rl and axolotl import them with those that they call."""
     with pytest.raises(NotImplementedError, match=f"^{name} must only be imported, got a call"):
         getattr(names, name)(process_group=None)

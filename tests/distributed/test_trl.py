@@ -40,7 +40,7 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp
 
 
 @on_ranks(2)
-def test_the_routers_loss_is_that_of_the_whole_sequence(ctx: Context) -> None:
+def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     """On every rank: TRL's trainers add it to their loss."""
     from trl.trainer.utils import add_fused_lm_head
 

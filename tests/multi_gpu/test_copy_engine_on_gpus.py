@@ -218,7 +218,7 @@ def replay_after_backwards(ctx: Context, impl: str) -> float:
         return (captured - forward(static)).abs().max().item()
 
 
-def test_a_captured_forward_replays_after_longer_backwards(pool: Pool, setup: Setup) -> None:
+def test_graph_replays_after_longer_backwards(pool: Pool, setup: Setup) -> None:
     if setup.backend != "nccl" or setup.impl != "hopper":
         pytest.skip("captures impl hopper on GPUs")
     assert pool.run(replay_after_backwards, setup.impl) == [0.0] * setup.ranks
@@ -245,7 +245,7 @@ def capture_beside_new_segments(ctx: Context, impl: str) -> str:
         torch.cuda.empty_cache()
 
 
-def test_a_capture_over_nccl_sees_new_expandable_segments(pool: Pool, setup: Setup) -> None:
+def test_capture_over_nccl_sees_new_segments(pool: Pool, setup: Setup) -> None:
     if setup.backend != "nccl" or setup.impl != "hopper":
         pytest.skip("captures impl hopper on GPUs")
     for error in pool.run(capture_beside_new_segments, setup.impl):

@@ -60,7 +60,7 @@ def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "step=7.ckpt"
 
 
-def test_a_file_whose_groups_name_other_parameters_is_refused(tmp_path: Path) -> None:
+def test_file_with_groups_of_other_names_is_refused(tmp_path: Path) -> None:
     """The groups have equal shapes, so that only the names tell."""
     module, path = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), tmp_path / "file.ckpt"
     named = list(module.named_parameters())

@@ -73,7 +73,7 @@ def test_capture_beside_expandable_segments(
         check_capture()
 
 
-def test_every_captured_call_looks_at_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_call_reads_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     group, looked = mock.Mock(group_name="0"), mock.Mock()
     with (
         mock.patch.object(transport, "_open", {}),

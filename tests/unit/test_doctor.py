@@ -70,7 +70,7 @@ def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None
     assert (level, what) == ("fault", name.replace("_", "-")) and found.startswith(f"{version}, outside")
 
 
-def test_a_version_newer_than_those_tested_is_a_warning() -> None:
+def test_version_newer_than_tested_is_a_warning() -> None:
     """Not a patch of one: transformers 5.24 was wrong within the declared range."""
     assert said(packages=packages(torch="2.15.9+cu132", transformers="5.24.1")) == []
     (line,) = said(packages=packages(transformers="5.99.0"))

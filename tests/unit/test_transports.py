@@ -274,7 +274,7 @@ def test_ranks_that_mapped_unequally_map_together(processes: Callable[..., list[
     assert first.count == second.count
 
 
-def test_exchanges_that_torch_counts_by_store_are_equal(processes: Callable[..., list[Any]]) -> None:
+def test_exchanges_counted_by_store_are_equal(processes: Callable[..., list[Any]]) -> None:
     ranks = [Process(rank, by_store=True) for rank in range(2)]
     ranks[1].count = 7
     assert processes(ranks) == [None, None]
@@ -289,7 +289,7 @@ def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[An
     assert begun[0].count == 2  # only its own
 
 
-def test_a_rank_that_fails_among_others_names_its_error(
+def test_rank_that_fails_alone_names_its_error(
     processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one is in the mapping still, and does not answer."""
