@@ -23,6 +23,7 @@ from benchmarks.bench_kernels import document_bounds
 from ringflash.comm.transport import Pending, PointToPoint
 from ringflash.comm.transport.copies import Copies
 from ringflash.sequence.layout import chunks_of_rank
+from ringflash_kernels.api import rounds
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DOCUMENTS = {  # kinds of packed documents: fewest and most tokens, log-uniform
@@ -55,13 +56,11 @@ class Setting(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     impl: str = "auto"
-    fp8_backward: str = "bf16"
 
     @property
     def name(self) -> str:
         """Name of the row, with the kernel if it is not exact."""
-        fp8 = f", {self.impl} with backward {self.fp8_backward}" if self.impl.endswith("_fp8") else ""
-        return f"{self.row}{fp8}"
+        return f"{self.row}, {self.impl}" if rounds(self.impl) else str(self.row)
 
     def inputs(
         self, *, whole: bool = False, num_kv_heads: int | None = None, head_ranks: int = 1
@@ -175,7 +174,7 @@ def _nothing_sent() -> AbstractContextManager:
 
 def kernels_alone(setting: Setting) -> Built | str:
     """Build `ours` without messages; the difference to NCCL is the cost of its communication. Results are wrong."""
-    if setting.impl.endswith("_fp8"):
+    if rounds(setting.impl):
         return "is for K/V that travel as they are"
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _nothing_sent)
@@ -279,7 +278,7 @@ PROBES: dict[str, Callable[[Setting], Built | str]] = {
 
 
 def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str, layout: str = "zigzag") -> Attention:
-    options = {**setting.mask(), "layout": layout, "impl": setting.impl, "fp8_backward": setting.fp8_backward}
+    options = {**setting.mask(), "layout": layout, "impl": setting.impl}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = ringflash.ring_attention(q, k, v, group=group, transport=transport, **options)

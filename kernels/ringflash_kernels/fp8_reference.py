@@ -529,17 +529,15 @@ begin_backward = Fp8ReferenceBackward
 
 
 def check_products(products: str, head_dim: int, deterministic: bool) -> None:
-    """Raise ValueError or NotImplementedError unless such gradients can be computed."""
-    if products not in PRODUCTS:
-        raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
+    """Raise NotImplementedError unless such gradients can be computed."""
+    assert products in PRODUCTS, products
+    remedy = "use 'hopper_fp8', whose backward is in bf16"
     if products != "bf16" and head_dim > 128:
-        raise NotImplementedError(
-            f"head_dim must be at most 128 with fp8_backward={products!r}, got {head_dim}; use fp8_backward='bf16'."
-        )
+        raise NotImplementedError(f"head_dim must be at most 128 with a backward in FP8, got {head_dim}; {remedy}.")
     if products != "bf16" and deterministic:
         raise NotImplementedError(
-            f"deterministic must be False with fp8_backward={products!r}, got True, or "
-            "torch.use_deterministic_algorithms is on; use fp8_backward='bf16'."
+            "deterministic must be False with a backward in FP8, got True, or torch.use_deterministic_algorithms is "
+            f"on; {remedy}."
         )
 
 
@@ -547,7 +545,7 @@ def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
     """Raise ValueError if gradients need the largest scores and there are none."""
     if products == "fp8" and row_max is None:
         raise ValueError(
-            "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
+            "row_max must be given with all products in FP8, or probabilities of long rows would round to 0, got None; "
             "pass what attention_forward writes there."
         )
 

@@ -56,7 +56,6 @@ class HeadGather:
         memory: areas of the group.
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
-        fp8_backward: as `ring_attention`.
         rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
         queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
     """
@@ -67,7 +66,6 @@ class HeadGather:
     softmax_scale: float
     deterministic: bool
     number: CallNumber = NO_NUMBER
-    fp8_backward: str = "bf16"
     rounded: bool = False
     queries_arrived: tuple[Marker, ...] = ()
 
@@ -281,7 +279,7 @@ class BackwardUnits(UnitWork):
         self.passes[parity] = begin_checked_backward(
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
             num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
-            deterministic=call.deterministic, fp8_backward=call.fp8_backward, row_max=self.row_max[section],
+            deterministic=call.deterministic, row_max=self.row_max[section],
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:

@@ -36,7 +36,6 @@ class RingOfHops:
         schedule: this rank's hops.
         transport: None for a single process.
         impl: kernel implementation, chosen and checked.
-        fp8_backward: as `ring_attention`.
     """
 
     schedule: Schedule
@@ -44,7 +43,6 @@ class RingOfHops:
     impl: str
     softmax_scale: float
     deterministic: bool
-    fp8_backward: str = "bf16"
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
@@ -100,7 +98,7 @@ class RingOfHops:
         """
         gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
+            deterministic=self.deterministic, row_max=row_max,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)
