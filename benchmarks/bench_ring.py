@@ -25,7 +25,6 @@ import re
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,8 +55,6 @@ ROWS = (
 def main() -> None:
     """Time the rows and write them."""
     options = arguments()
-    # Newer torch deprecates the exchange of a peer, Ulysses, in every process.
-    warnings.filterwarnings("ignore", message=r".*all_to_all_single is deprecated", category=FutureWarning)
     device = join(options.toy)
     assert dist.group.WORLD is not None
     rows = [row for row in (TOY if options.toy else ROWS) if is_asked_for(row, options.rows)]

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 
 import ringflash
 from benchmarks import flash_attn_4_as_2
@@ -306,16 +305,32 @@ def _flash_attn_4(setting: Setting) -> Attention:
     return call
 
 
+class _AllToAll(torch.autograd.Function):
+    """Exchange of equal parts between all ranks; its gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _AllToAll.forward(ctx, gradient.contiguous(), ctx.group), None
+
+
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(1, tokens / size, heads, head_dim) -> (1, tokens, heads / size, head_dim)."""
     size, (_, rows, heads, dim) = group.size(), x.shape
     sent = x.view(rows, size, heads // size, dim).transpose(0, 1).contiguous()
-    return all_to_all_single(torch.empty_like(sent), sent, group=group).view(1, size * rows, heads // size, dim)
+    received: torch.Tensor = _AllToAll.apply(sent, group)
+    return received.view(1, size * rows, heads // size, dim)
 
 
 def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(1, tokens, heads / size, head_dim) -> (1, tokens / size, heads, head_dim)."""
     size, (_, tokens, heads, dim) = group.size(), x.shape
     sent = x.reshape(size, tokens // size, heads, dim).contiguous()
-    came = all_to_all_single(torch.empty_like(sent), sent, group=group)
-    return came.transpose(0, 1).reshape(1, tokens // size, size * heads, dim)
+    received: torch.Tensor = _AllToAll.apply(sent, group)
+    return received.transpose(0, 1).reshape(1, tokens // size, size * heads, dim)
