@@ -180,7 +180,7 @@ esac
 def test_slurm_trains_on_nodes_without_a_fault(
     tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str
 ) -> None:
-    """A node that fails meanwhile is replaced by a spare, until there are too few; at the time limit by the next job."""
+    """A node that fails meanwhile is replaced by a spare, until there are too few, or the time is over."""
     scontrol = "#!/usr/bin/env bash\nif [[ $1 == show ]]; then printf 'a%s\\n' 1 2 3 4; else echo \"$*\"; fi\n"
     for name, text in (("srun", FARM), ("scontrol", scontrol)):
         (tmp_path / name).write_text(text)
