@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
-from ringflash.attention.gather_by_heads import BackwardUnits
+from ringflash.attention.gather_units import BackwardUnits
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.lanes import Lanes

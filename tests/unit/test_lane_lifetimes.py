@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention import gather_by_heads, head_exchange, schedule, sections
+from ringflash.attention import gather_units, head_exchange, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
@@ -208,7 +208,7 @@ class Late:
 
 
 def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
-    with mock.patch.object(gather_by_heads, "begin_checked_backward", Late):
+    with mock.patch.object(gather_units, "begin_checked_backward", Late):
         assert any("(1, 8, 2, 128)" in fault or "(2, 8, 128)" in fault for fault in faults(streams, 5, "hopper"))
 
 

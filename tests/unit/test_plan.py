@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
-from ringflash.attention.gather_by_heads import ForwardUnits
+from ringflash.attention.gather_units import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import CallShape
