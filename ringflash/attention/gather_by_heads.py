@@ -25,7 +25,6 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from ringflash.attention import sections
 from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
@@ -46,7 +45,9 @@ T = TypeVar("T")
 class HeadGather(GatherCall):
     """One attention call that gathers K/V by heads, without its tensors."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
@@ -56,15 +57,15 @@ class HeadGather(GatherCall):
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        row_max: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
@@ -76,7 +77,7 @@ class HeadGather(GatherCall):
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, pass_name: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             keys = max(block.capacity for block in self.blocks)
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
@@ -87,13 +88,13 @@ class HeadGather(GatherCall):
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)
 
     def _cached(
-        self, name: str, areas: tuple[str, ...], k: Tensor, v: Tensor, num_heads: int, make: Callable[[], T]
+        self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
     ) -> T:
         return self.memory.cached(
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
-    def _run(self, work: UnitWork, k: Tensor, v: Tensor) -> None:
+    def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
         """Publish k and v and compute all units under the watchdog, and remember that the kernels have seen the mask.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
