@@ -85,6 +85,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
         _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
     )
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *_: Handle())
+    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda _: None)  # torch with CUDA has one
     monkeypatch.setattr(copy_engine, "gather", lambda group, said: [said])
     monkeypatch.setattr(copy_engine, "_check_locations", lambda locations: None)
     monkeypatch.setattr(copy_engine, "_location", lambda device: None)
