@@ -37,7 +37,7 @@ from ringflash.comm.transport import (
     whole_transport,
 )
 from ringflash.sequence.mask import SequenceMask, digest
-from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_fp8_backward, choose_impl, implementation, rounds
+from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_backward, choose_impl, implementation, rounds
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class CallPlan:
         if channel is not None and self.algorithm is Algorithm.GATHER:
             memory = message_memory(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_of_line > 1
-            return HeadGather(self.key_blocks(shape), memory, *how, call, options.fp8_backward, rounded)
+            return HeadGather(self.key_blocks(shape), memory, *how, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)
-        return RingOfHops(hops, channel, *how, options.fp8_backward)
+        return RingOfHops(hops, channel, *how)
 
 
 def plan_call(
@@ -186,7 +186,7 @@ def plan_call(
     """
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
+    check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
@@ -207,7 +207,6 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
-        "fp8_backward": options.fp8_backward,
         "hosts": str(split_of(plan.algorithm, options.group)),
     }
 

@@ -77,7 +77,6 @@ def set_group(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> None:
     """Give one model its group and options, which are stored on its attention modules.
 
@@ -102,10 +101,7 @@ def set_group(
             f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
         )
     granularity(1, layout)
-    options = ModelRing(
-        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-        fp8_backward=fp8_backward,
-    )  # fmt: skip
+    options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(
