@@ -114,13 +114,14 @@ def attend(
     if isinstance(cu_seqlens, Sequence):
         rows = [
             attend(
-                *row, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
+                a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
                 return_lse=return_lse,
             )
-            for *row, bounds in zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)
+            for a, b, c, bounds in zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)
         ]  # fmt: skip
-        out, *rest = (torch.cat(x) for x in zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True))
-        return (out, *rest) if return_lse else out
+        parts = zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True)
+        out, *rest = map(torch.cat, parts)
+        return (out, *rest) if return_lse else out  # type: ignore[return-value]
     if torch.compiler.is_compiling():
         _check_compiled_differentiation()
     else:

@@ -228,7 +228,10 @@ def _attend(
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:
             result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
-    return (result if s_aux is None else apply_sinks(*result, s_aux)), None
+    if s_aux is None:
+        return result, None
+    out, lse = result
+    return apply_sinks(out, lse, s_aux), None
 
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
