@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from tests.recipes.launching import ROOT, run
 
+PATH = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "recipes" / "trainers")))
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-def torchrun(worker: str, num_ranks: int, **environment: str) -> str:
-    """Run a worker of this folder on CPU processes, and return what it prints."""
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "recipes" / "trainers")))
+
+def torchrun(program: str | Path, num_ranks: int, *arguments: str | Path, **environment: str) -> str:
+    """Run a worker of this folder, or another script, on CPU processes; return what it prints.
+
+    Raises:
+        AssertionError: as `run`.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return run([*command, ROOT / "tests/frameworks" / worker], PYTHONPATH=path, **offline, **environment)
+    script = ROOT / "tests/frameworks" / program
+    return run([*command, script, *arguments], timeout_s=800, PYTHONPATH=PATH, **QUIET, **environment)
