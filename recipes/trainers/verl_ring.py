@@ -74,11 +74,11 @@ def ring_forward(
     assert position_ids is not None
     if target_dtype is not None:
         query, key, value = (x.to(target_dtype) for x in (query, key, value))
-    out, lse = ringflash.ring_attention(
+    result = ringflash.ring_attention(
         query, key, value, group=group, softmax_scale=softmax_scale, cu_seqlens=_bounds(position_ids, group),
-        window_size=(-1 if sliding_window is None else sliding_window - 1, -1), return_lse=True,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, -1), return_lse=s_aux is not None,
     )  # fmt: skip
-    return out if s_aux is None else ringflash.apply_sinks(out, lse, s_aux)
+    return result if s_aux is None else ringflash.apply_sinks(*result, s_aux)
 
 
 def _bounds(position_ids: Tensor, group: dist.ProcessGroup) -> Tensor:
