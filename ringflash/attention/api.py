@@ -58,7 +58,7 @@ def ring_attention(
             uses the values that the forward read. A tensor on a GPU is read again only after torch has seen a write to
             it: give a new tensor if the values change through `.data`, a CUDA graph or a kernel.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
-            "striped" or "contiguous"; docs/masks.md.
+            "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" and "reference_fp8" round to e4m3 (docs/fp8.md).
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host with peer access; "auto"
