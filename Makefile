@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-all test-newest test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-megatron test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,17 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
 	$(VENV)/bin/python -m pip list
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
+
+# megatron-core asks for Python 3.12, but runs on 3.11, which CI has.
+test-megatron: override VENV := $(VENV)-megatron
+test-megatron:  ## Compare Megatron-core's own training on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(INSTALL) torch==2.13.0 triton numpy packaging pytest pytest-timeout
+	set -e; for version in 0.17.0 0.19.2; do \
+		$(PIP) --no-compile --no-deps --ignore-requires-python --target $(VENV)/$$version megatron-core==$$version; \
+		PYTHONPATH=$(abspath $(VENV))/$$version $(PYTEST) tests/megatron; \
+	done
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m "gpu or every_kernel"

@@ -80,8 +80,9 @@ def _prepare(
         raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
     process_group = resolve(group)
     cp_size = 1 if process_group is None else process_group.size()
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    tokens, columns, bounds = pad_sequence(input_ids, columns, cu_seqlens, cp_size=cp_size, layout=layout)
+    numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    tokens, columns, bounds = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
+    assert columns is not None
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
