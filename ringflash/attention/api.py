@@ -58,7 +58,7 @@ def ring_attention(
             values that the forward read. A tensor on a GPU is read again only after torch has seen a write to it: give
             a new tensor if the values change through `.data` or a kernel. Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
-            "striped" or "contiguous"; docs/masks.md.
+            "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" rounds to e4m3, "hopper_fp8_scores" and "hopper_fp8_all" in the backward as well
             (docs/fp8.md).

@@ -36,6 +36,7 @@ from ringflash.comm.transport import (
     transport_name,
     whole_transport,
 )
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import SequenceMask, digest
 from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_backward, choose_impl, implementation, rounds
 
@@ -268,8 +269,8 @@ def _algorithm_of_auto(
     ring = ring_over(transport)
     if transport == "copy_engine":
         return ring, "all GPUs have peer access"
-    if options.layout == "balanced":
-        return ring, "layout 'balanced' sends few keys between hosts anyway"
+    if options.layout in DOCUMENT_LAYOUTS:
+        return ring, f"layout {options.layout!r}, whose chunks differ in size"
     split = known_split(group)
     if split is None:
         return ring, refusal_of(group) or "hosts are not known"
@@ -282,10 +283,10 @@ def _algorithm_of_auto(
 
 def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
-    if layout == "balanced":
+    if layout in DOCUMENT_LAYOUTS:
         raise NotImplementedError(
-            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got 'balanced', which "
-            "sends few keys between hosts anyway; use transport='auto', or layout='zigzag'."
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
+            "chunks differ in size; use transport='auto', or layout='zigzag'."
         )
     if split is not None:
         check_heads(num_heads, split.num_gpus, algorithm)

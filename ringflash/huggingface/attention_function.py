@@ -44,7 +44,7 @@ from ringflash.huggingface.validation import (
     find_base,
     find_static_error,
 )
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
@@ -131,11 +131,11 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse the layout "balanced" for layers that attend in chunks: it balances the work of whole documents."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
     for module in modules:
-        if layout == "balanced" and chunk_size(module) is not None:
+        if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
-                f"layout must not be 'balanced' for layers that attend in chunks, got it for {type(module).__name__}; "
+                f"layout must not be {layout!r} for layers that attend in chunks, got it for {type(module).__name__}; "
                 "use 'zigzag'."
             )
 

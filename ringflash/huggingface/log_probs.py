@@ -53,18 +53,17 @@ def log_probs(
         NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
     Numerics: as `ringflash.loss.token_log_probs`.
     """
-    batch, problem = None, None
+    batch, real, problem = None, None, None
     try:
-        batch = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
+        batch, real = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
     except ValueError as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
     agree(group, call, problem, input_ids.device)
     assert batch is not None  # agree has raised the problem
-    seqlen = input_ids.shape[1]
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
-    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, :seqlen] for x in found]
+    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
     return (whole[0], whole[1]) if return_entropy else whole[0]
 
 
@@ -75,19 +74,21 @@ def _prepare(
     cu_seqlens: Tensor | None,
     temperature: float,
     layout: str,
-) -> dict[str, Any]:
-    """Return this rank's shard of the padded batch."""
+) -> tuple[dict[str, Any], Tensor]:
+    """Return this rank's shard of the padded batch, and for each column of it True unless it is padding."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
     process_group = resolve(group)
     cp_size = 1 if process_group is None else process_group.size()
-    tokens, _, bounds, _ = pad_sequence(input_ids, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout)
+    numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
+    assert columns is not None
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
+    mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
     batch = prepare_batch(
         tokens, group=group, cu_seqlens=bounds, attention_mask=mask, layout=layout, position_ids=positions
     )
     if cu_seqlens is None:
-        return {**batch, "length": input_ids.shape[1]}
-    return {**batch, "length": int(cu_seqlens.diff().max()), "columns": batch["position_ids"]}
+        return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
+    return {**batch, "length": int(cu_seqlens.diff().max()), "columns": batch["position_ids"]}, columns[0] >= 0

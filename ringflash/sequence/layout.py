@@ -7,14 +7,16 @@ causal mask every rank has the same work. `contiguous` gives it chunk r. With fo
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
 `striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks. `balanced` gives a
-rank whole documents, as far as work and tokens stay equal (`ringflash.sequence.balanced`).
+rank whole documents, as far as work and tokens stay equal (`ringflash.sequence.balanced`). `documents` is a zigzag of
+each document, as Transformer Engine cuts packed sequences.
 
 Positions increase within a shard, so an interval of positions is an interval of local rows.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 from weakref import ref
 
@@ -27,7 +29,8 @@ from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.mask import check_cu_seqlens, digest
 
-LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
+LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
+DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
 
 
@@ -51,9 +54,9 @@ def chunks(
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        bounds: document bounds, for the layout "balanced".
+        bounds: document bounds, for `DOCUMENT_LAYOUTS`.
     Raises:
-        ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for `balanced`.
+        ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for such a layout.
     """
     check_layout(seqlen, cp_size, layout, bounds)
     if layout == "balanced":
@@ -64,6 +67,9 @@ def chunks(
         starts, sizes = (x[first:last].tolist() for x in (found.start, found.size))
         rows = accumulate(sizes, initial=0)
         return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))
+    if layout == "documents":
+        assert bounds is not None
+        return tuple(_zigzags(bounds, cp_size, cp_rank))
     if layout == "contiguous":
         size = seqlen // cp_size
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
@@ -72,6 +78,16 @@ def chunks(
     firsts = range(0, width * _ZIGZAGS[layout], width)
     numbers = [first + offset for first in firsts for offset in (cp_rank, width - 1 - cp_rank)]
     return tuple(Chunk(number * size, (number + 1) * size, index * size) for index, number in enumerate(numbers))
+
+
+def _zigzags(bounds: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[Chunk]:
+    """Yield the two chunks that a rank holds of each document."""
+    row = 0
+    for start, stop in pairwise(bounds):
+        size = (stop - start) // (2 * cp_size)
+        for first in (start + cp_rank * size, stop - (cp_rank + 1) * size):
+            yield Chunk(first, first + size, row)
+            row += size
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
@@ -84,8 +100,8 @@ def granularity(cp_size: int, layout: str = "zigzag") -> int:
 
 
 def chunks_of_rank(layout: str) -> int:
-    """Return the number of chunks per rank; 1 for `balanced`, whose number depends on the documents."""
-    return 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
+    """Return the number of chunks per rank; if it depends on the documents, the smallest."""
+    return 2 if layout == "documents" else 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
 def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
@@ -101,13 +117,21 @@ def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
 def check_layout(seqlen: int, cp_size: int, layout: str, bounds: tuple[int, ...] | None) -> None:
     """Raise ValueError unless `layout` can divide `seqlen` tokens with these document bounds among `cp_size` ranks."""
     check_seqlen(seqlen, cp_size, layout)
-    if layout == "balanced" and bounds is None:
+    if layout not in DOCUMENT_LAYOUTS:
+        return
+    if bounds is None:
         raise ValueError(
-            "cu_seqlens must be given with layout='balanced', got None; pass the bounds of the packed documents, or "
+            f"cu_seqlens must be given with layout={layout!r}, got None; pass the bounds of the packed documents, or "
             "take layout='zigzag' for a sequence without documents."
         )
-    if layout == "balanced" and bounds is not None:
-        check_cu_seqlens(bounds, seqlen)
+    check_cu_seqlens(bounds, seqlen)
+    unit = 2 * cp_size
+    divided = layout == "documents" and next((x for x in pairwise(bounds) if (x[1] - x[0]) % unit), None)
+    if divided:
+        raise ValueError(
+            f"each document must have a length divisible by 2 * cp_size ({unit}) with layout='documents', got "
+            f"{divided[1] - divided[0]} tokens from {divided[0]}; pad each (pad_sequence with this layout)."
+        )
 
 
 def local_positions(
@@ -119,8 +143,8 @@ def local_positions(
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" needs them; the other
-            layouts do not depend on documents.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" and "documents" need
+            them; the other layouts do not depend on documents.
     Returns:
         positions: (seqlen // cp_size,), int64, increasing.
     Raises:
@@ -228,7 +252,7 @@ _read: dict[int, tuple[ref[torch.Tensor], int, tuple[int, ...]]] = {}  # id: the
 
 def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
     """Read document bounds if the layout depends on them."""
-    return None if cu_seqlens is None or layout != "balanced" else read_bounds(cu_seqlens)
+    return None if cu_seqlens is None or layout not in DOCUMENT_LAYOUTS else read_bounds(cu_seqlens)
 
 
 class _Unshard(torch.autograd.Function):

@@ -25,6 +25,7 @@ LAYERS = (
     ("lightning",),
     ("deepspeed",),
     ("accelerate",),
+    ("megatron",),
     ("testing",),
     ("verify",),
     ("commands",),
