@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-all test-newest test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-torchtitan test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ test: test-cpu  ## Run the tests that need no GPU
 # Two tests at a time, of different files: much of a test is waiting for processes that start.
 CPU_TESTS = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(PYTEST) tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-EVERY_CPU_TEST = not gpu and not multi_gpu
+EVERY_CPU_TEST = not gpu and not multi_gpu and not torchtitan
 NEWEST_KERNELS = PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
 # One kernel for each path is compiled, and all if they, or their tests, differ from main's. Without git, all.
 AS_IN_MAIN = git diff --quiet "$$(git merge-base HEAD origin/main || git merge-base HEAD main)" -- kernels tests/compile
@@ -55,6 +55,14 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
 	$(VENV)/bin/python -m pip list
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
+
+# torchtitan 0.3 needs torch 2.14, of which PyPI has only the build for CUDA, with 4 GB of libraries.
+test-torchtitan: override VENV := $(VENV)-torchtitan
+test-torchtitan:  ## Compare torchtitan's own Trainer on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --no-compile torch==2.14.1 torchtitan==0.3.0 pytest pytest-timeout -e '.[torchtitan]'
+	OMP_NUM_THREADS=1 $(PYTEST) tests/torchtitan
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m "gpu or every_kernel"

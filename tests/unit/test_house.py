@@ -25,6 +25,7 @@ LAYERS = (
     ("lightning",),
     ("deepspeed",),
     ("accelerate",),
+    ("torchtitan",),
     ("testing",),
     ("verify",),
     ("commands",),
