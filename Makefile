@@ -30,7 +30,7 @@ test: test-cpu  ## Run the tests that need no GPU
 # Two tests at a time, of different files: much of a test is waiting for processes that start.
 CPU_TESTS = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(PYTEST) tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-EVERY_CPU_TEST = not gpu and not multi_gpu and not torchtitan
+EVERY_CPU_TEST = not gpu and not multi_gpu and not frameworks
 NEWEST_KERNELS = PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
 # One kernel for each path is compiled, and all if they, or their tests, differ from main's. Without git, all.
 AS_IN_MAIN = git diff --quiet "$$(git merge-base HEAD origin/main || git merge-base HEAD main)" -- kernels tests/compile

@@ -184,6 +184,11 @@ def plan_call(
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)

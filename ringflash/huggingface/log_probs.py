@@ -81,7 +81,7 @@ def _prepare(
         raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
     process_group = resolve(group)
     cp_size = 1 if process_group is None else process_group.size()
-    tokens, _, bounds = pad_sequence(input_ids, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout)
+    tokens, _, bounds, _ = pad_sequence(input_ids, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"

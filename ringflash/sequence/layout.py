@@ -75,7 +75,7 @@ def chunks(
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
-    """Return the number that must divide the sequence length."""
+    """Return the number of which the length of a sequence must be a multiple to be cut by a layout."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, balanced packed documents."
@@ -154,32 +154,50 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Group,
+    dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    gradient: str = "sum",
 ) -> torch.Tensor:
     """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
-    Differentiable. The gradient of a shard is the sum over ranks of the gradients of the full tensor at its
-    positions, which is correct if the objective is the sum of the ranks' losses. If every rank computes the same loss
-    from the result, divide it by cp_size.
+    Differentiable; `gradient` says how, by the loss that the ranks compute from the result.
 
+    Args:
+        gradient: "sum" if the objective is the sum of the ranks' losses: the gradient of a shard is the sum over ranks
+            of the gradients of the full tensor at its positions. "own" if every rank computes the same loss, of the
+            whole sequence: it is this rank's own gradient there. The gradients of the parameters are then to be summed
+            over the ranks; multiply the loss by cp_size for backends that average them.
     Raises:
         ValueError: shards that the layout does not have, or that differ between ranks in shape or dtype; on every rank.
     """
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
+        _check_gradient(gradient)
         return x
     if not torch.compiler.is_compiling():
-        _compare_shards(x, group, dim, layout, bounds)
-    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds))
+        _compare_shards(x, group, dim, layout, bounds, gradient)
+    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
+
+
+def _check_gradient(gradient: str) -> None:
+    if gradient not in ("sum", "own"):
+        raise ValueError(
+            f"gradient must be 'sum' or 'own', got {gradient!r}; 'own' is for a loss that every rank computes whole."
+        )
 
 
 def _compare_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None, gradient: str
 ) -> None:
     """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
     error: Exception | None = None
     try:
+        _check_gradient(gradient)
         check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
     except (ValueError, IndexError) as problem:
         error = problem
@@ -189,6 +207,7 @@ def _compare_shards(
         "dim": dim % max(1, x.dim()),
         "layout": layout,
         "cu_seqlens": None if bounds is None else digest(bounds),
+        "gradient": gradient,
     }
     agree(group, content, error, x.device)
 
@@ -213,13 +232,14 @@ def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | N
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather in the forward, all-reduce of the gradients in the backward."""
+    """All-gather in the forward; in the backward, all-reduce of the gradients if the objective is a sum."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.layout = group, dim, layout
+        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None,
+        gradient: str,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.group, ctx.dim, ctx.layout, ctx.gradient = group, dim, layout, gradient
         ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds)
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
@@ -231,6 +251,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return shard_sequence(total, ctx.group, ctx.dim, ctx.layout, ctx.cu_seqlens), None, None, None, None
+        if ctx.gradient == "sum":
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=ctx.group)
+        return shard_sequence(grad, ctx.group, ctx.dim, ctx.layout, ctx.cu_seqlens), *[None] * 5

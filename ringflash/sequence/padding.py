@@ -13,14 +13,15 @@ IGNORE_INDEX = -100
 
 
 class PaddedBatch(NamedTuple):
-    """Tokens, labels and document bounds of a padded sequence.
+    """Tokens, labels, document bounds and positions of a padded sequence.
 
-    tokens, labels: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None.
+    tokens, labels, position_ids: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
+    position_ids: torch.Tensor | None
 
 
 def pad_sequence(
@@ -33,6 +34,7 @@ def pad_sequence(
     multiple_of: int = 1,
     pad_token_id: int = 0,
     causal: bool = True,
+    position_ids: torch.Tensor | None = None,
 ) -> PaddedBatch:
     """Pad at the end, tokens with `pad_token_id` and labels with -100, before sharding.
 
@@ -46,11 +48,19 @@ def pad_sequence(
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence; batch must then be 1.
         multiple_of: another divisor of the padded length, such as the tile size of a kernel.
         causal: False for attention in both directions; padding then needs `cu_seqlens`.
+        position_ids: (batch or 1, seqlen). Padding counts on from the last position, or from 0 with `cu_seqlens`, as
+            a document of its own: `cu_seqlens_from_positions` of the result is then its cu_seqlens.
     Raises:
-        ValueError: padding without cu_seqlens for a mask under which real tokens would see it; multiple_of below 1.
+        ValueError: padding without cu_seqlens for a mask under which real tokens would see it; multiple_of below 1;
+            positions of another length.
     """
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be 1 or more, got {multiple_of}; leave it out for the layout's own.")
+    if position_ids is not None and position_ids.shape not in (tokens.shape, (1, *tokens.shape[1:])):
+        raise ValueError(
+            f"position_ids must have the shape of tokens {tuple(tokens.shape)} or one row, got "
+            f"{tuple(position_ids.shape)}; give both whole."
+        )
     unit = granularity(cp_size, layout) * multiple_of
     extra = -tokens.shape[1] % unit
     if extra and cu_seqlens is None and not causal:
@@ -59,9 +69,15 @@ def pad_sequence(
             "pass torch.tensor([0, seqlen], dtype=torch.int32)."
         )
     if not extra:
-        return PaddedBatch(tokens, labels, cu_seqlens)
+        return PaddedBatch(tokens, labels, cu_seqlens, position_ids)
     return PaddedBatch(
         pad(tokens, (0, extra), value=pad_token_id),
         None if labels is None else pad(labels, (0, extra), value=IGNORE_INDEX),
         None if cu_seqlens is None else torch.cat([cu_seqlens, cu_seqlens[-1:] + extra]),
+        None if position_ids is None else _pad_positions(position_ids, extra, restart=cu_seqlens is not None),
     )
+
+
+def _pad_positions(position_ids: torch.Tensor, extra: int, restart: bool) -> torch.Tensor:
+    first = torch.zeros_like(position_ids[:, -1:]) if restart else position_ids[:, -1:] + 1
+    return torch.cat([position_ids, first + torch.arange(extra, device=first.device)], 1)

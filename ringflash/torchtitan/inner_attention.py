@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import spmd_types as spmd
-import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -105,18 +104,11 @@ class RingInnerAttention(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the log-sum-exp as (batch, seqlen_local, num_heads)."""
         folded = q.dim() == 3
-        q, k, v = (x[None] if folded else x for x in (q, k, v))
-        call = {
-            "group": self.group, "softmax_scale": scale, "layout": mask.layout or "contiguous", "return_lse": with_lse,
-            "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0), **self.options,
-        }  # fmt: skip
-        if mask.cu_seqlens is None:
-            results = [ring_attention(q, k, v, **call)]
-        else:  # documents are taken in one row at a time
-            rows = zip(*(x.split(1) for x in (q, k, v)), mask.cu_seqlens, strict=True)
-            results = [ring_attention(*qkv, cu_seqlens=bounds, **call) for *qkv, bounds in rows]
-        out = torch.cat([x[0] if with_lse else x for x in results])
-        lse = torch.cat([x[1] for x in results]).transpose(1, 2) if with_lse else None
-        if folded:
-            out, lse = out[0], None if lse is None else lse[0]
-        return out, lse
+        out = ring_attention(
+            *(x[None] if folded else x for x in (q, k, v)), group=self.group, softmax_scale=scale,
+            window_size=(-1, -1) if mask.window is None else (mask.window - 1, 0), cu_seqlens=mask.cu_seqlens,
+            layout=mask.layout or "contiguous", return_lse=with_lse, **self.options,
+        )  # fmt: skip
+        out, lse = out if with_lse else (out, None)
+        lse = None if lse is None else lse.transpose(1, 2)
+        return (out[0], None if lse is None else lse[0]) if folded else (out, lse)

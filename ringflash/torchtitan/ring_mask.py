@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torchtitan.models.common import attention
 
+from ringflash.sequence.documents import cu_seqlens_of
+
 # Factories of mask_mods that divide a row into consecutive documents.
 _DOCUMENTS = ("get_document_mask_mod", "get_efficient_causal_mask_mod_for_packed_document", "get_fixed_block_mask_mod")
 
@@ -26,7 +28,7 @@ class RingMask:
     layout: how the sequence was cut; None if it was not.
     """
 
-    cu_seqlens: tuple[Tensor, ...] | None
+    cu_seqlens: list[Tensor] | None
     window: int | None
     layout: str | None = None
 
@@ -41,6 +43,7 @@ def read_mask(mask_mods: Sequence[Callable], positions: Tensor) -> RingMask:
     """
     seqlen = positions.shape[-1]
     begins = torch.zeros(positions.numel() // seqlen, seqlen, dtype=torch.bool, device=positions.device)
+    begins[:, 0] = True
     row = torch.arange(len(begins), device=positions.device)[:, None]
     query = torch.arange(1, seqlen, device=positions.device)[None]
     windows, causal = [], False
@@ -62,7 +65,9 @@ def read_mask(mask_mods: Sequence[Callable], positions: Tensor) -> RingMask:
             "mask_mods must contain a causal mask or a sliding window, got neither; leave "
             "ringflash.torchtitan.ring_attention out for this model."
         )
-    return RingMask(_bounds(begins.cpu()), min(windows, default=None))
+    begins = begins.cpu()
+    documents = bool(begins[:, 1:].any())
+    return RingMask([cu_seqlens_of(row) for row in begins] if documents else None, min(windows, default=None))
 
 
 def _factory(mod: Callable) -> str | None:
@@ -70,15 +75,3 @@ def _factory(mod: Callable) -> str | None:
     if getattr(mod, "__module__", None) != attention.__name__:
         return None
     return mod.__qualname__.partition(".<locals>")[0]
-
-
-def _bounds(begins: Tensor) -> tuple[Tensor, ...] | None:
-    """Return `cu_seqlens` of each row, or None without documents.
-
-    Args:
-        begins: (batch, seqlen), bool: first tokens of documents, except the first of a row.
-    """
-    if not bool(begins.any()):
-        return None
-    end = torch.tensor([begins.shape[1]])
-    return tuple(torch.cat([end - end, row.nonzero()[:, 0], end]).int() for row in begins)

@@ -12,5 +12,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder, which `make test` leaves out, and skip them without torchtitan."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.torchtitan)
+            item.add_marker(pytest.mark.frameworks)
             item.add_marker(pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed"))
