@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-all test-newest test-frameworks test-megatron test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-frameworks test-megatron test-torchtitan test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,14 @@ test-megatron:  ## Compare Megatron-core's own training on CPU rings with one pr
 		$(PIP) --no-compile --no-deps --ignore-requires-python --target $(VENV)/$$version megatron-core==$$version; \
 		PYTHONPATH=$(abspath $(VENV))/$$version $(PYTEST) tests/megatron; \
 	done
+
+# torchtitan 0.3 needs torch 2.14, of which PyPI has only the build for CUDA, with 4 GB of libraries.
+test-torchtitan: override VENV := $(VENV)-torchtitan
+test-torchtitan:  ## Compare torchtitan's own Trainer on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --no-compile torch==2.14.1 torchtitan==0.3.0 pytest pytest-timeout -e '.[torchtitan]'
+	OMP_NUM_THREADS=1 $(PYTEST) tests/torchtitan
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m "gpu or every_kernel"
