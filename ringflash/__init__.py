@@ -26,8 +26,9 @@ from ringflash.comm.modules.gradients import average_gradients
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.point_to_point import set_comm_sms
-from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
+from ringflash.sequence.layout import document_table, local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
+from ringflash.sequence.trees import SharedPrefixes, share_prefixes, span_documents
 from ringflash.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,11 +41,13 @@ __all__ = [
     "Explanation",
     "PaddedBatch",
     "RingAttention",
+    "SharedPrefixes",
     "align_units",
     "average_gradients",
     "buffer_bytes",
     "check_wrapped",
     "disable_ring",
+    "document_table",
     "explain",
     "local_positions",
     "log_probs",
@@ -56,6 +59,8 @@ __all__ = [
     "set_comm_sms",
     "set_timeout",
     "shard_sequence",
+    "share_prefixes",
+    "span_documents",
     "unshard_sequence",
     "wrap_attention",
 ]

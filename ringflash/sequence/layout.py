@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
-from ringflash.sequence.mask import check_cu_seqlens, digest
+from ringflash.sequence.mask import Documents, check_cu_seqlens, digest
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
@@ -45,20 +45,25 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", bounds: tuple[int, ...] | None = None
+    seqlen: int,
+    cp_size: int,
+    cp_rank: int,
+    layout: str = "zigzag",
+    documents: tuple[int, ...] | Documents | None = None,
 ) -> tuple[Chunk, ...]:
     """Return the chunks of one rank, in local order.
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        bounds: document bounds, for the layout "balanced".
+        documents: for the layout "balanced", or their bounds.
     Raises:
         ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for `balanced`.
     """
-    check_layout(seqlen, cp_size, layout, bounds)
+    documents = Documents.of(documents)
+    check_layout(seqlen, cp_size, layout, documents)
     if layout == "balanced":
-        assert bounds is not None
-        found = balanced_chunks(bounds, cp_size)
+        assert documents is not None
+        found = balanced_chunks(documents, cp_size)
         ranks = torch.tensor([cp_rank, cp_rank + 1], device=found.rank.device)
         first, last = torch.searchsorted(found.rank, ranks).tolist()
         starts, sizes = (x[first:last].tolist() for x in (found.start, found.size))
@@ -98,16 +103,17 @@ def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
         raise ValueError(f"seqlen must be divisible by {rule} ({unit}), got {seqlen}; pad to {padded} (pad_sequence).")
 
 
-def check_layout(seqlen: int, cp_size: int, layout: str, bounds: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless `layout` can divide `seqlen` tokens with these document bounds among `cp_size` ranks."""
+def check_layout(seqlen: int, cp_size: int, layout: str, documents: tuple[int, ...] | Documents | None) -> None:
+    """Raise ValueError unless `layout` can divide `seqlen` tokens with these documents among `cp_size` ranks."""
     check_seqlen(seqlen, cp_size, layout)
-    if layout == "balanced" and bounds is None:
+    documents = Documents.of(documents)
+    if layout == "balanced" and documents is None:
         raise ValueError(
             "cu_seqlens must be given with layout='balanced', got None; pass the bounds of the packed documents, or "
             "take layout='zigzag' for a sequence without documents."
         )
-    if layout == "balanced" and bounds is not None:
-        check_cu_seqlens(bounds, seqlen)
+    if layout == "balanced" and documents is not None:
+        check_cu_seqlens(documents.bounds, seqlen)
 
 
 def local_positions(
@@ -174,9 +180,7 @@ def unshard_sequence(
     return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds))
 
 
-def _compare_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
-) -> None:
+def _compare_shards(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None) -> None:
     """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
     error: Exception | None = None
     try:
@@ -188,28 +192,58 @@ def _compare_shards(
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
         "layout": layout,
-        "cu_seqlens": None if bounds is None else digest(bounds),
+        "cu_seqlens": None if bounds is None else digest(sum(bounds.rows, ())),
     }
     agree(group, content, error, x.device)
 
 
-def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def document_table(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | None = None, bidirectional: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return documents that continue one another, as one tensor, the `cu_seqlens` of every function that takes them.
+
+    Args:
+        cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence.
+        parents: (num_documents,), index of the document that each one continues, or -1; depth first.
+        bidirectional: (num_documents,), bool: queries of the document see all of it, also what follows them.
+    Returns:
+        table: (3, num_documents + 1), int32.
+    """
+    table = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, -1), torch.zeros_like(cu_seqlens)])
+    if parents is not None:
+        table[1, :-1] = parents
+    if bidirectional is not None:
+        table[2, :-1] = bidirectional
+    return table
+
+
+def read_documents(cu_seqlens: torch.Tensor) -> Documents:
     """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
     if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
-        return tuple(cu_seqlens.tolist())
+        return _documents(cu_seqlens)
     known = _read.get(id(cu_seqlens))
     if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
         _read.clear()
-        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
+        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _documents(cu_seqlens))
     return known[2]
 
 
-_read: dict[int, tuple[ref[torch.Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
+def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """Return the bounds of documents that `read_documents` reads."""
+    return read_documents(cu_seqlens).bounds
 
 
-def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Read document bounds if the layout depends on them."""
-    return None if cu_seqlens is None or layout != "balanced" else read_bounds(cu_seqlens)
+def _documents(cu_seqlens: torch.Tensor) -> Documents:
+    values = cu_seqlens.tolist()
+    return Documents.from_rows(*values) if cu_seqlens.dim() == 2 else Documents(tuple(values), None, None)
+
+
+_read: dict[int, tuple[ref[torch.Tensor], int, Documents]] = {}  # id: the tensor, its version, its values
+
+
+def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> Documents | None:
+    """Read documents if the layout depends on them."""
+    return None if cu_seqlens is None or layout != "balanced" else read_documents(cu_seqlens)
 
 
 class _Unshard(torch.autograd.Function):
@@ -217,10 +251,10 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
+        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.layout = group, dim, layout
-        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds)
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows).squeeze(0)
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
