@@ -370,7 +370,8 @@ def _mask_of(
 def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
     """Regions of two shards, joined into fewer and larger ones if possible."""
     lower, upper = mask.band
-    if q_shard == k_shard and lower is None and upper in (None, 0) and mask.parents is mask.bidirectional is None:
+    plain = mask.documents is None or mask.documents.are_plain
+    if q_shard == k_shard and lower is None and upper in (None, 0) and plain:
         return tuple(_own_documents(mask, q_shard, upper))
     regions = sorted(_visible(mask, q_shard, k_shard))
     return tuple(_joined(regions))

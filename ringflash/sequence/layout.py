@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
-from ringflash.sequence.mask import Documents, check_cu_seqlens, digest
+from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
@@ -114,6 +114,7 @@ def check_layout(seqlen: int, cp_size: int, layout: str, documents: tuple[int, .
         )
     if layout == "balanced" and documents is not None:
         check_cu_seqlens(documents.bounds, seqlen)
+        check_parents(*documents)
 
 
 def local_positions(
@@ -192,7 +193,7 @@ def _compare_shards(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout:
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
         "layout": layout,
-        "cu_seqlens": None if bounds is None else digest(sum(bounds.rows, ())),
+        "cu_seqlens": None if bounds is None else bounds.digest,
     }
     agree(group, content, error, x.device)
 
@@ -210,10 +211,15 @@ def document_table(
         table: (3, num_documents + 1), int32.
     """
     table = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, -1), torch.zeros_like(cu_seqlens)])
-    if parents is not None:
-        table[1, :-1] = parents
-    if bidirectional is not None:
-        table[2, :-1] = bidirectional
+    for row, name, values in ((1, "parents", parents), (2, "bidirectional", bidirectional)):
+        if values is None:
+            continue
+        if values.shape != cu_seqlens[1:].shape:
+            raise ValueError(
+                f"{name} must have one entry for each document of cu_seqlens {tuple(cu_seqlens[1:].shape)}, got "
+                f"{tuple(values.shape)}; give -1 to a document that continues none, and False to one that is causal."
+            )
+        table[row, :-1] = values
     return table
 
 
@@ -234,8 +240,14 @@ def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Documents:
-    values = cu_seqlens.tolist()
-    return Documents.from_rows(*values) if cu_seqlens.dim() == 2 else Documents(tuple(values), None, None)
+    if cu_seqlens.dim() == 1:
+        return Documents(tuple(cu_seqlens.tolist()))
+    if cu_seqlens.dim() != 2 or cu_seqlens.shape[0] != 3:
+        raise ValueError(
+            "cu_seqlens must be 1-D int32, or a table (3, num_documents + 1) of ringflash.document_table, got shape "
+            f"{tuple(cu_seqlens.shape)}; pass torch.tensor([0, ...], dtype=torch.int32)."
+        )
+    return Documents.from_rows(cu_seqlens.tolist())
 
 
 _read: dict[int, tuple[ref[torch.Tensor], int, Documents]] = {}  # id: the tensor, its version, its values
@@ -254,7 +266,7 @@ class _Unshard(torch.autograd.Function):
         ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None
     ) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.layout = group, dim, layout
-        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows).squeeze(0)
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows)
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)

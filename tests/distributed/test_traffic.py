@@ -34,6 +34,8 @@ CASES = [
     Case(documents="mixed", window="left"),
     Case(documents="crossing", layout="balanced"),
     Case(documents="aligned", layout="balanced"),
+    Case(documents="rollouts", layout="contiguous"),
+    Case(documents="diffusion"),
 ]
 
 
