@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
+from ringflash.attention.inputs import autocast, differentiate_alike, documents_of
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.consistency import (
@@ -208,7 +208,7 @@ def _attend(
     """
     options = _options(module)
     causal = _is_causal(module) if is_causal is None else is_causal
-    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
+    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens)
     inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
@@ -274,7 +274,7 @@ def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) 
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
     try:
-        documents = document_bounds(cu_seqlens, q)
+        documents = documents_of(cu_seqlens, q).bounds  # plain ones: `find_static_error`
         check_cu_seqlens(documents, seqlen)
     except ValueError:
         return cu_seqlens

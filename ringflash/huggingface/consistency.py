@@ -26,6 +26,7 @@ from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.sequence.layout import read_documents
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
 
@@ -267,9 +268,10 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
     """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
     positions = options.positions(length, position_ids.device, cu_seqlens)
     fit = (position_ids == positions).all()
-    if cu_seqlens is not None:
-        fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()
-    return fit
+    if cu_seqlens is None:
+        return fit
+    along_path = (position_ids == within_documents(positions, cu_seqlens)).all()
+    return along_path if cu_seqlens.dim() == 2 and read_documents(cu_seqlens).have_branches else fit | along_path
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:

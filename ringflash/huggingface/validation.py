@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
+from ringflash.sequence.layout import read_documents
 
 # Arguments that models pass to every attention call and no attention reads.
 _HARMLESS = {
@@ -123,6 +124,7 @@ def find_static_error(
     causal: bool,
     kwargs: dict,
     sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Exception | None:
     """Return the error for arguments that ring attention does not support, or None."""
     try:
@@ -134,7 +136,8 @@ def find_static_error(
         _check_window(module, window, causal)
         _check_sinks(query, sinks)
         _check_padding(kwargs.get("is_token"), causal)
-    except NotImplementedError as error:
+        _check_documents(module, cu_seqlens)
+    except (NotImplementedError, ValueError) as error:
         return error
     return None
 
@@ -336,6 +339,13 @@ def _check_padding(is_token: Tensor | None, causal: bool) -> None:
             "attention_mask must not be given to prepare_batch for full attention, which would see the padding, got "
             "one; make padding a separate document (ringflash.pad_sequence with cu_seqlens)."
         )
+
+
+def _check_documents(module: nn.Module, cu_seqlens: Tensor | None) -> None:
+    """Raise NotImplementedError unless documents are plain in a model with chunks, which count from their starts."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if cu_seqlens is not None and cu_seqlens.dim() == 2 and "chunked_attention" in kinds:
+        read_documents(cu_seqlens).plain_bounds("layers that attend in chunks")
 
 
 def _is_windowed(module: nn.Module) -> bool:

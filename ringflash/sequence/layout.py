@@ -234,11 +234,6 @@ def read_documents(cu_seqlens: torch.Tensor) -> Documents:
     return known[2]
 
 
-def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """Return the bounds of documents that `read_documents` reads."""
-    return read_documents(cu_seqlens).bounds
-
-
 def _documents(cu_seqlens: torch.Tensor) -> Documents:
     if cu_seqlens.dim() == 1:
         return Documents(tuple(cu_seqlens.tolist()))

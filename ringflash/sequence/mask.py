@@ -60,6 +60,21 @@ class Documents(NamedTuple):
         """True if none continues another and none is bidirectional."""
         return self.parents is self.bidirectional is None
 
+    def plain_bounds(self, user: str) -> tuple[int, ...]:
+        """Return the bounds of documents that are plain.
+
+        Args:
+            user: what can have only such documents.
+        Raises:
+            NotImplementedError: they are not plain.
+        """
+        if not self.are_plain:
+            raise NotImplementedError(
+                f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents or bidirectional "
+                "documents; give each sequence its own document."
+            )
+        return self.bounds
+
     @property
     def have_branches(self) -> bool:
         """True if one continues a document that is not directly before it."""

@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 class PaddedBatch(NamedTuple):
     """Tokens, labels and document bounds of a padded sequence.
 
-    tokens, labels: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None.
+    tokens, labels: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or a table, or None.
     """
 
     tokens: torch.Tensor
@@ -63,5 +63,12 @@ def pad_sequence(
     return PaddedBatch(
         pad(tokens, (0, extra), value=pad_token_id),
         None if labels is None else pad(labels, (0, extra), value=IGNORE_INDEX),
-        None if cu_seqlens is None else torch.cat([cu_seqlens, cu_seqlens[-1:] + extra]),
+        None if cu_seqlens is None else _with_document(cu_seqlens, extra),
     )
+
+
+def _with_document(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return bounds, or a table, with a document at the end, which continues none and is causal."""
+    last = cu_seqlens[..., -1:].clone()  # the last column of a table says so of parents and directions
+    last[(0,) * last.dim()] += num_tokens
+    return torch.cat([cu_seqlens, last], -1)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringflash.sequence.layout import document_table
+from ringflash.sequence.layout import document_table, read_documents
 from ringflash.sequence.padding import IGNORE_INDEX
 
 
@@ -167,9 +167,11 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
         NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
     """
     ids = block_sequence_ids.cpu()
-    bounds = torch.tensor([0, len(ids)], dtype=torch.int32) if cu_seqlens is None else cu_seqlens.cpu()
+    bounds = torch.tensor(
+        [0, len(ids)] if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
+    )
     changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
-    cuts = torch.cat([bounds, changes.int()]).unique()
+    cuts = torch.cat([bounds, changes]).unique()
     kinds = ids[cuts[:-1].long()]
     spans = kinds[kinds >= 0]
     if len(spans.unique()) < len(spans):
