@@ -13,6 +13,7 @@ from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import local_positions, read_documents, shard_sequence
 from ringflash.sequence.mask import path_shifts
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.sequence.trees import span_documents
 
 
 def prepare_batch(
@@ -24,6 +25,9 @@ def prepare_batch(
     attention_mask: Tensor | None = None,
     layout: str = "zigzag",
     position_ids: str = "global",
+    block_sequence_ids: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    mm_token_type_ids: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch that every rank holds whole, as keyword arguments for model(**batch).
 
@@ -41,14 +45,22 @@ def prepare_batch(
             cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
         position_ids: "global", or "document" to count from 0 in each document, and on from the one that it continues
             (needs cu_seqlens).
+        block_sequence_ids: (1, seqlen) or (seqlen,), spans of tokens that see one another, such as images and
+            prefixes: the number of each token's span, -1 for others (`ringflash.span_documents`). A token that sees its
+            successor has no label by default.
+        token_type_ids, mm_token_type_ids: (batch, seqlen), those of a model that makes spans of them (Gemma 3 and 4,
+            PaliGemma); it must be given block_sequence_ids of the same spans.
     Returns:
-        batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
-            use_cache (False); with an attention_mask also is_token (shard, bool); in a group also checksum (scalar),
-            by which layer 0 checks that all ranks had the same sequence.
+        batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole; a table
+            with block_sequence_ids), use_cache (False); with an attention_mask also is_token (shard, bool); with token
+            types, these (shards); in a group also checksum (scalar), by which layer 0 checks that all ranks had the
+            same sequence.
     Raises:
         ValueError: a length the layout cannot cut; labels that are not shifted, or negative but not -100;
             padding before a token, or with labels. On this rank only: nothing is sent.
     """
+    if block_sequence_ids is not None:
+        cu_seqlens = span_documents(block_sequence_ids.flatten(), cu_seqlens)
     if labels is not None:  # only to find out whether they are shifted
         successors = token_loss.shift_labels(input_ids)
     else:
@@ -83,6 +95,10 @@ def prepare_batch(
     if attention_mask is not None:
         batch["is_token"] = shard_sequence(attention_mask, group, 1, layout, cu_seqlens) != 0
         shared.append(attention_mask)
+    for name, types in (("token_type_ids", token_type_ids), ("mm_token_type_ids", mm_token_type_ids)):
+        if types is not None:
+            batch[name] = shard_sequence(types, group, 1, layout, cu_seqlens)
+            shared.append(types)
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
+from ringflash.huggingface.spans import LayerSpans
 from ringflash.sequence.layout import read_documents
 
 # Arguments that models pass to every attention call and no attention reads.
@@ -62,6 +63,22 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that follow `attn_implementation`, in the order of the layers."""
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """Return the part of a model that reads the sequence, without towers for images or sound."""
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    found = None if get_decoder is None else get_decoder()
+    return found if found is not None and attention_modules(found) else model
+
+
+def takes_spans(model: nn.Module) -> bool:
+    """Return True if a model's forward takes token types, of which it makes spans that see themselves."""
+    names = {"token_type_ids", "mm_token_type_ids"}
+    return any(
+        hasattr(module, "get_decoder") and not names.isdisjoint(signature(type(module).forward).parameters)
+        for module in model.modules()
+    )
 
 
 def layer_type(module: nn.Module) -> str | None:
@@ -125,12 +142,16 @@ def find_static_error(
     kwargs: dict,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    spans: LayerSpans | None = None,
 ) -> Exception | None:
     """Return the error for arguments that ring attention does not support, or None."""
     try:
         check_kwargs(kwargs)
         check_layer_type(module)
-        check_direction(module)
+        if spans is None:
+            check_direction(module)
+        elif (problem := spans.find_error(cu_seqlens, window)) is not None:
+            raise problem
         _check_dropout(dropout)
         _check_length(query, key)
         _check_window(module, window, causal)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import ringflash
 from ringflash.attention import schedule
+from ringflash.huggingface.spans import spans_fit
 from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import SequenceMask
 
@@ -83,5 +84,16 @@ def test_prefix_lm_is_that_of_paligemma() -> None:
     )
     mask = SequenceMask(50, True, (-1, -1), *read_documents(ringflash.span_documents(ids)))
     assert torch.equal(schedule.build(mask, 1, 0, "contiguous").hops[0].mask.dense(), want)
-    with pytest.raises(NotImplementedError):
-        ringflash.span_documents(torch.tensor([0, 0, -1, 0]))  # Molmo 2: all images are one group
+
+
+def test_images_that_see_one_another() -> None:
+    """Molmo 2 gives all images one number, which documents cannot express."""
+    ids = torch.tensor([0, 0, -1, 0])
+    with pytest.raises(NotImplementedError, match="one number in two spans"):
+        ringflash.span_documents(ids)
+    two, one = (ringflash.span_documents(torch.tensor(x)) for x in ([0, 0, -1, 1], [0, 0, -1, -1]))
+    positions = torch.arange(4)
+    assert spans_fit(torch.tensor([[0, 0, -1, 1]]), positions, two) and not spans_fit(ids[None], positions, two)
+    assert spans_fit(torch.tensor([[0, 0, -1, -1]]), positions, one) and not spans_fit(ids[None], positions, one)
+    packed = ringflash.span_documents(torch.tensor([0, 0, -1, 1]), torch.tensor([0, 3, 4], dtype=torch.int32))
+    assert spans_fit(ids[None], positions, packed), "prefixes of packed documents have one number"

@@ -234,6 +234,8 @@ PASS_ON = {  # to a function above
     "attention.ring_call.RingCall.plan", "huggingface.consistency.check_consistency",
     "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
+    "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py
+    "huggingface.spans.without_directions",
     "sequence.mask.check_cu_seqlens", "sequence.mask.check_parents",  # get their integers
 }  # fmt: skip
 
