@@ -24,7 +24,7 @@ def prepare_batch(
     labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
     layout: str = "zigzag",
-    position_ids: str = "global",
+    position_ids: str | Tensor = "global",
     block_sequence_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
     mm_token_type_ids: Tensor | None = None,
@@ -44,7 +44,8 @@ def prepare_batch(
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
             cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
         position_ids: "global", or "document" to count from 0 in each document, and on from the one that it continues
-            (needs cu_seqlens).
+            (needs cu_seqlens). Or the three parts of M-RoPE (Qwen-VL), (3, batch, seqlen), from the model's
+            `get_rope_index`; the shard then has four, the global positions first.
         block_sequence_ids: (1, seqlen) or (seqlen,), spans of tokens that see one another, such as images and
             prefixes: the number of each token's span, -1 for others (`ringflash.span_documents`). A token that sees its
             successor has no label by default.
@@ -72,6 +73,12 @@ def prepare_batch(
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout=layout)
     positions = local_positions(input_ids.shape[1], *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
+    parts = position_ids if isinstance(position_ids, Tensor) else None
+    if parts is not None and (parts.dim() != 3 or len(parts) != 3 or parts.shape[2] != input_ids.shape[1]):
+        raise ValueError(
+            f"position_ids must be (3, batch, {input_ids.shape[1]}) if they are a tensor, got {tuple(parts.shape)}; "
+            "leave them out for positions in the sequence."
+        )
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)
     elif cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
@@ -79,13 +86,13 @@ def prepare_batch(
             f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
             "must be those along the path."
         )
-    elif position_ids != "global":
+    elif parts is None and position_ids != "global":
         raise ValueError(
             f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
         )
     batch = {
         "input_ids": shard_sequence(input_ids, group, 1, layout, cu_seqlens),
-        "position_ids": positions[None],
+        "position_ids": positions[None] if parts is None else _with_parts(positions, parts, group, layout, cu_seqlens),
         "shift_labels": shard_sequence(labels, group, 1, layout, cu_seqlens),
         "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
         "cu_seqlens": cu_seqlens,
@@ -100,6 +107,12 @@ def prepare_batch(
             batch[name] = shard_sequence(types, group, 1, layout, cu_seqlens)
             shared.append(types)
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
+
+
+def _with_parts(positions: Tensor, parts: Tensor, group: Group, layout: str, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the shard of M-RoPE's positions after those of the text: (4, batch, seqlen_local)."""
+    shard = shard_sequence(parts, group, 2, layout, cu_seqlens)
+    return torch.cat([positions.expand(1, shard.shape[1], -1), shard])
 
 
 def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:

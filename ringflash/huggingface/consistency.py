@@ -283,7 +283,13 @@ def _find_value_errors(
 
 
 def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
+    """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document.
+
+    Of M-RoPE's positions, the text's are checked: the first of four parts, or all three parts if they are the same.
+    """
+    if position_ids.dim() == 3:
+        first = _positions_fit(options, length, position_ids[0], cu_seqlens)
+        return first if len(position_ids) == 4 else first | (position_ids != position_ids[:1]).any()
     positions = options.positions(length, position_ids.device, cu_seqlens)
     fit = (position_ids == positions).all()
     if cu_seqlens is None:

@@ -397,9 +397,13 @@ def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | 
         )
     rows, length = query.shape[0], query.shape[2]
     got = None if position_ids is None else tuple(position_ids.shape)
+    if got is not None and len(got) == 3 and got[0] in (3, 4):
+        got = got[1:]  # parts of M-RoPE, the text's before them or not
     if got not in ((1, length), (rows, length)):
         remedy = "pass ringflash.local_positions(...)[None]"
         if position_ids is None:
             remedy += " to the model, and the model to set_group, which looks for them where its attention has none"
-        return ValueError(f"position_ids must be (1 or batch, {length}), got {got}; {remedy}.")
+        return ValueError(
+            f"position_ids must be (1 or batch, {length}), also in 3 or 4 parts (M-RoPE), got {got}; {remedy}."
+        )
     return None

@@ -5,6 +5,7 @@ gloo, 2 and 3 CPU processes, fp64; needs the huggingface extra.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -136,3 +137,35 @@ def test_refusals(ctx: Context, kind: str, change: dict[str, Any], message: str)
         (ValueError, NotImplementedError), match=message if ctx.rank == 1 or "types" not in change else ""
     ):
         ring(**batch)
+
+
+@on_ranks(2)
+def test_positions_in_parts(ctx: Context) -> None:
+    """M-RoPE of Qwen-VL: time, row and column of each token, of which only the text's positions can be checked."""
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
+    huggingface.register()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=TEXT | {"rope_parameters": rope},
+        vision_config={"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+    )  # fmt: skip
+    tokens, parts = inputs("paligemma")[0], torch.arange(LENGTH).expand(3, 1, -1).clone()
+    parts[1:, :, 7:15] = torch.tensor([[7, 7, 8, 8, 9, 9, 10, 10], [7, 8, 7, 8, 7, 8, 7, 8]])[:, None]
+    dense, ring = (
+        Qwen2_5_VLForConditionalGeneration._from_config(deepcopy(config), attn_implementation=impl, dtype=torch.float64)
+        for impl in ("sdpa", "ringflash")
+    )
+    ring.load_state_dict(dense.state_dict())
+    huggingface.set_group(ring, ctx.group)
+    batch = huggingface.prepare_batch(tokens, group=ctx.group, position_ids=parts)
+    assert batch["position_ids"].shape == (4, 1, LENGTH // ctx.size)
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        want = ringflash.shard_sequence(dense(input_ids=tokens, position_ids=parts, use_cache=False).logits, ctx.group)
+        for positions in (batch["position_ids"], batch["position_ids"][1:]):
+            got = ring(**{**batch, "position_ids": positions}).logits
+            assert (got - want).abs().max() <= 1e-10 * want.abs().max()
+    text = parts[:1].expand(3, -1, -1)
+    for wrong in (batch["position_ids"].roll(1, 0), text[..., : LENGTH // 2]):
+        with pytest.raises(ValueError, match="position_ids must be"):
+            ring(**{**batch, "position_ids": wrong})
