@@ -37,8 +37,16 @@ from ringflash.comm.transport import (
     whole_transport,
 )
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
-from ringflash.sequence.mask import SequenceMask, digest
-from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_backward, choose_impl, implementation, rounds
+from ringflash.sequence.mask import Documents, SequenceMask
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_backward,
+    check_branches,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 
 @dataclass(frozen=True)
@@ -173,14 +181,14 @@ def plan_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Documents | None,
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
     """Check a call without communicating.
 
     Args:
-        cu_seqlens: a tuple in the backward, with the values that the forward read.
+        cu_seqlens: documents in the backward, with the values that the forward read.
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
@@ -192,6 +200,8 @@ def plan_call(
         )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
+    if mask.has_branches:
+        check_branches(impl)
     check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
@@ -208,7 +218,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": options.softmax_scale,
-        "cu_seqlens": None if mask.cu_seqlens is None else digest(mask.cu_seqlens),
+        "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
         "transport": options.transport,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.batch import prepare_batch
+from ringflash.huggingface.batch import prepare_batch, within_documents
 from ringflash.sequence.layout import unshard_sequence
 from ringflash.sequence.padding import pad_sequence
 
@@ -38,8 +38,8 @@ def log_probs(
         group: the model's group (`set_group`); None for one process.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, on the right of a row or, with cu_seqlens, of
             a document.
-        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0; batch must
-            then be 1.
+        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0, or a table of
+            `ringflash.document_table`; batch must then be 1.
         temperature: divisor of the logits.
         layout: the model's layout (`set_group`).
         return_entropy: also return the entropy of the distribution of each token's successor.
@@ -91,4 +91,5 @@ def _prepare(
     )
     if cu_seqlens is None:
         return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
-    return {**batch, "length": int(cu_seqlens.diff().max()), "columns": batch["position_ids"]}, columns[0] >= 0
+    length = 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())
+    return {**batch, "length": length, "columns": batch["position_ids"]}, columns[0] >= 0

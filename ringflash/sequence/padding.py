@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from ringflash.sequence.layout import granularity, read_bounds
+from ringflash.sequence.layout import granularity, read_documents
 from ringflash.sequence.mask import check_cu_seqlens
 
 IGNORE_INDEX = -100
@@ -16,8 +16,8 @@ IGNORE_INDEX = -100
 class PaddedBatch(NamedTuple):
     """Tokens, labels, document bounds and positions of a padded sequence.
 
-    tokens, labels, position_ids: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or None;
-    padded bounds.
+    tokens, labels, position_ids: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or a table,
+    or None; padded bounds.
     """
 
     tokens: torch.Tensor
@@ -79,7 +79,7 @@ def pad_sequence(
     return PaddedBatch(
         pad(tokens, (0, extra), value=pad_token_id),
         None if labels is None else pad(labels, (0, extra), value=IGNORE_INDEX),
-        None if cu_seqlens is None else torch.cat([cu_seqlens, cu_seqlens[-1:] + extra]),
+        None if cu_seqlens is None else _with_document(cu_seqlens, extra),
         None if position_ids is None else _pad_positions(position_ids, extra, restart=cu_seqlens is not None),
     )
 
@@ -94,7 +94,7 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
     tokens, labels, cu_seqlens, position_ids = batch
     if cu_seqlens is None:
         raise ValueError("cu_seqlens must be given to pad each document, got None; pass their bounds.")
-    check_cu_seqlens(read_bounds(cu_seqlens), tokens.shape[1])
+    check_cu_seqlens(read_documents(cu_seqlens).plain_bounds("padding of each document"), tokens.shape[1])
     lengths = cu_seqlens.diff()
     extra = -lengths % unit
     if not extra.any():
@@ -119,3 +119,10 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
         bounds,
         None if position_ids is None else position_ids[:, source] + beyond,
     )
+
+
+def _with_document(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return bounds, or a table, with a document at the end, which continues none and is causal."""
+    last = cu_seqlens[..., -1:].clone()  # the last column of a table says so of parents and directions
+    last[(0,) * last.dim()] += num_tokens
+    return torch.cat([cu_seqlens, last], -1)
