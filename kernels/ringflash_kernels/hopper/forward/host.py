@@ -12,14 +12,16 @@ import torch
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor
+from ringflash_kernels.hopper.descriptors import block_descriptor, cut, misaligned, tile_descriptor
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, NARROW_FORWARD_TILES, ForwardTiles, forward_tiles
 from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.walks import walks
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
+_MAX_BLOCK = 128  # keys of a block, at most
 # K and V of the heads that run concurrently should stay in L2 (50 MB); larger groups measured slower.
 _L2_BYTES_PER_GROUP = 16 * 2**20
 
@@ -116,19 +118,24 @@ def build_launch(
     if len(mask.regions) == 1:
         region = mask.regions[0]
         keys = (region.k_start, region.k_stop)
-        start = stop = table = None
+        ends = start = stop = table = stretches = None
         lower, upper = band_of(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
-        kind, lower, upper = "bounds", 0, 0
-        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
+        kind, lower, upper = "ends" if mask.is_two_sided else "bounds", 0, 0
+        ends = stretches = None
     q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
     variant = _variant(tiles, kind, acc is not None, out.dtype)
     if kind == "bounds":
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
         table = tile_table(mask, q.device, variant.tiles.rows, rows)
+    elif kind == "ends":
+        ends, start, stop = limits(mask, q.device, variant.tiles.rows, rows)
+        ends = block_descriptor(ends, (1, variant.tiles.block_n))
+        table, stretches = walks(mask, q.device, rows, variant.tiles.rows, variant.tiles.block_n)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
@@ -136,7 +143,7 @@ def build_launch(
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
         *_descriptors(q, k, v, out, acc, variant.tiles),
-        lse, start, stop, table, counter,
+        ends, lse, start, stop, table, stretches, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size()),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
@@ -215,6 +222,30 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     while num_kv_heads % count:
         count -= 1
     return count
+
+
+class Limits(NamedTuple):
+    """Tables of a two-sided mask, int32: the end of each key, (1, keys), and the keys [start, stop) that each row sees.
+
+    Rows are counted from the first of a launch; both sides are padded to whole tiles.
+    """
+
+    ends: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+
+
+def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
+    """Return the limits of the rows [first, end), cached with the mask."""
+
+    def make() -> Limits:
+        check_capture(device)
+        start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
+        parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
+        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
+        return Limits(ends[None], start, stop)
+
+    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
 
 
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:

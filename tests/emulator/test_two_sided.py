@@ -1,0 +1,105 @@
+"""The production kernels under two-sided masks, from their own source and launchers, on the CPU emulator, against fp64.
+
+Masks at head_dim 64 and 128; the other head dims with one mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import ringflash
+from ringflash.attention import schedule
+from ringflash_kernels.mask import Mask
+from tests.emulator.emulator import Emulator
+from tests.emulator.oracle import Shape, inputs, is_caught, oracle_and_baseline
+from tests.emulator.test_forward import _forward, _outputs
+from tests.emulator.test_fp8_forward import _check, _operands
+from tests.emulator.test_fp8_forward import _forward as _fp8_forward
+from tests.helpers.tolerance import assert_close
+from tests.two_sided.forests import random_forest
+from tests.two_sided.kernel_masks import DEEP, MASKS, mask_of, sequence_mask
+
+_NIGHTLY = pytest.mark.nightly
+_EACH = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=_NIGHTLY)])
+@_EACH
+def test_forward_masks(mask: Mask, head_dim: int) -> None:
+    assert mask.is_two_sided
+    assert_close(*_outputs(mask, Shape(head_dim)), num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(96, 2, 2), Shape(128, 4, 1, batch=2), Shape(192, 2, 1), Shape(192, 2, 1, value_dim=128), Shape(256, 2, 2)],
+    ids=str,
+)
+def test_forward_shapes(shape: Shape) -> None:
+    assert_close(*_outputs(MASKS["deep, window"], shape, num_sms=3), num_chunks=2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=_NIGHTLY)])
+def test_forward_resumes(head_dim: int) -> None:
+    """Hops of two ranks, the state carried in fp32, give the attention of the sequence."""
+    shape, mask = Shape(head_dim), sequence_mask(DEEP)
+    whole = mask_of(DEEP)
+    q, k, v, _ = inputs(whole, shape)
+    exact, baseline = oracle_and_baseline(q, k, v, whole, shape.scale)
+    positions = [ringflash.local_positions(DEEP.seqlen, 2, rank, "zigzag") for rank in range(2)]
+    for rank, mine in enumerate(positions):
+        own = q[:, mine].contiguous()
+        state, lse = torch.full(own.shape, math.nan), torch.full((1, shape.num_heads, own.shape[1]), math.nan)
+        out = torch.full(own.shape, math.nan, dtype=q.dtype)
+        hops = [hop for hop in schedule.build(mask, 2, rank, "zigzag").hops if hop.source is not None]
+        for index, hop in enumerate(hops):
+            keys, values = (x[:, positions[hop.source]].contiguous() for x in (k, v))
+            into = out if index == len(hops) - 1 else state
+            acc = state if index else None
+            _forward(Emulator(), own, keys, values, hop.mask, shape.scale, out=into, lse=lse, acc=acc)
+        expected = [{"out": x["out"][:, mine], "lse": x["lse"][..., mine]} for x in (exact, baseline)]
+        assert_close({"out": out, "lse": lse}, *expected, num_chunks=2)
+
+
+@_NIGHTLY
+@pytest.mark.parametrize("seed", range(10))
+def test_forward_random_forests(seed: int) -> None:
+    """Random forests and shapes; several interleavings give the same bits."""
+    mask, shape = mask_of(random_forest(seed + 50, 400)), Shape((64, 128, 96)[seed % 3], 2, 1)
+    first = _outputs(mask, shape, emulator=Emulator(seed), num_sms=3)
+    assert_close(*first)
+    other, *_ = _outputs(mask, shape, emulator=Emulator(seed + 1, resident=3), num_sms=3)
+    assert all(torch.equal(first[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("shape", [Shape(64), Shape(128, 4, 1), Shape(256, 2, 2)], ids=str)
+def test_fp8_forward(shape: Shape) -> None:
+    for mask in MASKS.values() if shape.head_dim == 64 else (MASKS["deep, window"],):
+        _check(*_fp8_forward(*_operands(mask, shape), mask, shape))
+
+
+_FORWARD = "forward.kernel"
+_RELEASE = "    mbarrier.arrive(barriers.k_empty.index(index), count=1)\n"
+_WITH_ENDS = '    if MASKED and V.mask == "ends":  # the ends are in the slot\n'
+_FORWARD_FAULTS = {
+    "a row too many": (_FORWARD, "own)[:, None] < ends[None, :]", "own)[:, None] <= ends[None, :]"),
+    "a first key too early": (_FORWARD, "(keys[None, :] >= start[:, None])\n    else", "True\n    else"),
+    "a masked block runs unmasked": (_FORWARD, "(number & 1) * (number >> 1)", "(number & 1) * 0"),
+    "the first block counts twice": (_FORWARD, "gl.maximum(num_masked - 1, 0)", "num_masked"),
+    "ends of another block": (_FORWARD, "tma_load(ends_desc, [0, key]", "tma_load(ends_desc, [0, key + 1]"),
+    "ends are read after their release": (_FORWARD, _WITH_ENDS, _RELEASE + _WITH_ENDS),
+    "the stretch of another block": (_FORWARD, "            if j == 0:\n", "            if j == 1:\n"),
+    "a stretch is left out": ("walks", "1 + (fill < tile_size).long(), 0)", "(place % width > 0).long(), 0)"),
+    "rows are counted from elsewhere": ("forward.host", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
+}
+
+
+@pytest.mark.parametrize("fault", _FORWARD_FAULTS.values(), ids=_FORWARD_FAULTS.keys())
+def test_forward_faults_are_caught(fault) -> None:
+    def check(mask: Mask, emulator: Emulator) -> None:
+        assert_close(*_outputs(mask, Shape(128), emulator=emulator))
+
+    assert any(is_caught(fault, MASKS[name], check) for name in ("deep, window", "rollouts"))
