@@ -15,6 +15,7 @@ from ringflash.attention import schedule
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
 from tests.emulator.oracle import Shape, inputs, is_caught, oracle_and_baseline
+from tests.emulator.test_backward import _gradients
 from tests.emulator.test_forward import _forward, _outputs
 from tests.emulator.test_fp8_forward import _check, _operands
 from tests.emulator.test_fp8_forward import _forward as _fp8_forward
@@ -103,3 +104,79 @@ def test_forward_faults_are_caught(fault) -> None:
         assert_close(*_outputs(mask, Shape(128), emulator=emulator))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("deep, window", "rollouts"))
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@_EACH
+def test_backward_masks(mask: Mask, in_step: bool) -> None:
+    assert_close(*_gradients(mask, Shape(64), in_step=in_step), num_chunks=2)
+
+
+@pytest.mark.parametrize("shape", [Shape(96, 2, 2), Shape(128, 4, 1, batch=2), Shape(128, 4, 2)], ids=str)
+@pytest.mark.parametrize("whole_groups", [False, True])
+def test_backward_shapes(shape: Shape, whole_groups: bool) -> None:
+    options = dict(whole_groups=whole_groups, in_step=whole_groups, accumulate=not whole_groups)
+    assert_close(*_gradients(MASKS["deep"], shape, **options), num_chunks=2)
+
+
+def test_backward_through_lse() -> None:
+    assert_close(*_gradients(MASKS["deep, window"], Shape(128), with_dlse=True), num_chunks=2)
+
+
+@_NIGHTLY
+@pytest.mark.parametrize("seed", range(8))
+def test_backward_random_forests(seed: int) -> None:
+    mask, shape = mask_of(random_forest(seed + 50, 400)), Shape((64, 128, 96)[seed % 3], 2, 1)
+    assert_close(*_gradients(mask, shape, emulator=Emulator(seed), in_step=bool(seed % 2)))
+
+
+@pytest.mark.parametrize("shape", [Shape(64), Shape(128, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", ["deep, window", "many small documents"])
+def test_backward_in_a_fixed_order(name: str, shape: Shape) -> None:
+    """Equal bits whatever the order in which thread blocks run, and right."""
+    options = dict(deterministic=True, accumulate=False)
+    first = _gradients(MASKS[name], shape, **options, emulator=Emulator(0, resident=3))
+    assert_close(*first, num_chunks=2)
+    other, *_ = _gradients(MASKS[name], shape, **options, emulator=Emulator(1, resident=3))
+    assert all(torch.equal(first[0][name], other[name]) for name in other)
+
+
+def _same_sums(faults: list) -> bool:
+    """Return whether the fp32 sums of dQ are the same bits for several orders of thread blocks."""
+    shape, deep, found = Shape(64), MASKS["deep"], []
+    q, k, v, dout = inputs(deep, shape)
+    lse = torch.zeros(1, 2, deep.seqlen_q)
+    for seed in range(4):
+        mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
+        module = Emulator(seed, resident=3, faults=faults).load("backward.host")
+        run = module.HopperBackward(dout, q, dout, lse, softmax_scale=0.1, deterministic=True)
+        run.add(k, v, mask, torch.zeros(k.shape), torch.zeros(v.shape))
+        found.append(run.accumulated_dq().clone())
+    return all(torch.equal(found[0], x) for x in found)
+
+
+def test_sums_have_the_same_bits() -> None:
+    assert _same_sums([])
+    assert not _same_sums([("walks", "int(last[begin + a])", "-1")]), "no tile waits for another"
+
+
+_KEYS = "backward.keys"
+_BACKWARD_FAULTS = {
+    "a first key too early": (_KEYS, "(keys[:, None] >= begins", "(keys[:, None] + 1 >= begins"),
+    "first keys of other rows": (_KEYS, "tma_load(begins_desc, [0, row]", "tma_load(begins_desc, [0, row + 1]"),
+    "a masked block runs unmasked": (_KEYS, "block * 2 + masked)", "block * 2)"),
+    "dQ goes to the wrong block": (
+        _KEYS,
+        "head_row + block * 64\n                    h",
+        "head_row\n                    h",
+    ),
+    "a stretch is skipped": (_KEYS, "first, number + 1)", "first, first)"),
+}
+
+
+@pytest.mark.parametrize("fault", _BACKWARD_FAULTS.values(), ids=_BACKWARD_FAULTS.keys())
+def test_backward_faults_are_caught(fault) -> None:
+    def check(mask: Mask, emulator: Emulator) -> None:
+        assert_close(*_gradients(mask, Shape(64), emulator=emulator))
+
+    assert any(is_caught(fault, MASKS[name], check) for name in ("deep, window", "block diffusion"))

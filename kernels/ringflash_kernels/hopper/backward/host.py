@@ -26,7 +26,8 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.hopper.walks import walks
+from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
@@ -103,12 +104,14 @@ class HopperBackward:
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
+        if hop.two_sided and self.tiles.wide:
+            raise NotImplementedError("two-sided masks: head_dim up to 128 (prototype)")
         group = self._group(k, hop)
         in_parts = group < self.q.shape[2] // k.shape[2]
         with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
                 with device_guard(k.device):
-                    self._add_keys(k, v, hop, group, dk, dv, adds)
+                    self._add_keys(k, v, mask, hop, group, dk, dv, adds)
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
@@ -163,6 +166,7 @@ class HopperBackward:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        mask: Mask,
         hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
@@ -177,8 +181,9 @@ class HopperBackward:
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
+        begins, *tables = self._tables(mask, hop, k.device, tiles.block_n)
         scalars = (
-            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group)), self.clock,
@@ -189,13 +194,16 @@ class HopperBackward:
         choices = dict(
             SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.ordered, accumulate)
+        variant = (
+            head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
+            accumulate,
+        )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
+                *self._bounds(hop), *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -203,11 +211,12 @@ class HopperBackward:
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
-                *scalars, *self._order(num_tiles), *scales,
+                begins, *self._bounds(hop), *tables, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins,
+                **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
@@ -250,6 +259,17 @@ class HopperBackward:
     def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
+
+    def _tables(
+        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int
+    ) -> tuple[TensorDescriptor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the tables of a two-sided mask: first key of each row if they are needed, tiles and stretches."""
+        if not hop.two_sided:
+            return None, None, None
+        side = mask.cached("transposed", mask.transposed)
+        tables = walks(side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered)
+        begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
+        return begins, *tables
 
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
@@ -340,6 +360,8 @@ class HopRectangle(NamedTuple):
     stop_shift: int
     has_bounds: bool
     bounds: tuple[torch.Tensor, ...]
+    two_sided: bool = False
+    has_begins: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -375,7 +397,11 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else mask.cached("transposed", mask.transposed)
-        return HopRectangle(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
+        first, stop = side.bounds()
+        has_begins = mask.is_two_sided and int((stop - first).sum()) != mask.num_visible
+        return HopRectangle(
+            0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device), mask.is_two_sided, has_begins
+        )
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
     min_row = 0 if transposed else q_start % aligned[0]
@@ -403,6 +429,16 @@ def _second_band(mask: Mask) -> Region | None:
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
+
+
+def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
+    """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
+
+    def make() -> torch.Tensor:
+        check_capture(device)
+        return torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None].to(device)
+
+    return mask.cached(("begins", torch.device(device)), make)
 
 
 def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

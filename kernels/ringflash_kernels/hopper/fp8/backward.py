@@ -180,6 +180,8 @@ class _Products(host.HopperBackward):
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         """See `Fp8Backward.add_records`."""
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
+        if hop.two_sided:
+            raise NotImplementedError("two-sided masks: products of the backward in bf16 (prototype)")
         group = self._group(dk, hop)
         # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
         in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
