@@ -67,7 +67,7 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
 
 
 def _masks(head_dim: int) -> list[str]:
-    return ["full", "band", "bounds", "ends"] if head_dim == 128 else ["band", "bounds", "ends"]
+    return [*_MASKS] if head_dim == 128 else ["band", "bounds", "ends"]
 
 
 def _narrow(recorder: Recorder) -> None:

@@ -26,7 +26,7 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import walks
+from ringflash_kernels.hopper.walks import has_begins, walks
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 29  # an open side of a band
@@ -181,7 +181,7 @@ class HopperBackward:
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
-        begins, *tables = self._tables(mask, hop, k.device, tiles.block_n)
+        begins, *tables = self._tables(mask, hop, k.device, tiles.block_n, heads_together)
         scalars = (
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
@@ -261,15 +261,18 @@ class HopperBackward:
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
     def _tables(
-        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int
-    ) -> tuple[TensorDescriptor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables of a two-sided mask: first key of each row if they are needed, tiles and stretches."""
+        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int, heads_together: int
+    ) -> tuple[TensorDescriptor | None, int | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the tables of a two-sided mask: first keys of rows if they are needed, and `Walks`."""
         if not hop.two_sided:
-            return None, None, None
+            return None, None, None, None
         side = mask.cached("transposed", mask.transposed)
-        tables = walks(side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered)
+        workers = max(1, SMS // heads_together)
+        tiles, stretches, num_long = walks(
+            side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered, workers=workers
+        )
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
-        return begins, *tables
+        return begins, num_long, tiles, stretches
 
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
@@ -397,11 +400,11 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else mask.cached("transposed", mask.transposed)
-        first, stop = side.bounds()
-        has_begins = mask.is_two_sided and int((stop - first).sum()) != mask.num_visible
+        two_sided = mask.is_two_sided
         return HopRectangle(
-            0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device), mask.is_two_sided, has_begins
-        )
+            0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device),
+            two_sided, two_sided and has_begins(mask),
+        )  # fmt: skip
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
     min_row = 0 if transposed else q_start % aligned[0]

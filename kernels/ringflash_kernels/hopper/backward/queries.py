@@ -354,7 +354,7 @@ def backward_queries(
         num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
-        first_ptr, stop_ptr, first_ptr, first_ptr, scale_log2, softmax_scale, BOUNDS, False, False, 64, 2 * 64,
+        first_ptr, stop_ptr, num_tiles, first_ptr, first_ptr, scale_log2, softmax_scale, BOUNDS, False, False, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

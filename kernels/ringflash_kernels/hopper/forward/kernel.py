@@ -33,6 +33,7 @@ from ringflash_kernels.hopper.compat import (
     opaque,
     reinterpret,
     scale_unless_one,
+    seen_only,
     start_of,
     tma_load,
     tma_store,
@@ -52,11 +53,13 @@ class ForwardVariant:
         mask: "none", "band" (two diagonals), "bounds" (an interval of keys for each row) or "ends" (besides, the end of
             each key: the row after the last one that sees it).
         resume: read and continue the state of earlier calls.
+        starts: under "ends", rows see only keys from their first one on, as with a window; otherwise that is implied.
     """
 
     tiles: ForwardTiles
     mask: str
     resume: bool
+    starts: bool = False
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -545,17 +548,21 @@ def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
     S_LAYOUT: gl.constexpr = V.score_layout
     keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
     if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
-        own = gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
-        start = gl.load(pointers.start + rows.first + own)
-        stop = gl.load(pointers.stop + rows.first + own)
+        own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
+        stop = gl.load(pointers.stop + own)
         ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
-        visible = (rows.first + own)[:, None] < ends[None, :]
-        visible = visible & (keys[None, :] < stop[:, None]) & (keys[None, :] >= start[:, None])
+        SHAPE: gl.constexpr = s.shape
+        own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
+        s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
+        if V.starts:
+            start = gl.load(pointers.start + rows.first + gl.arange(0, V.tiles.block_m, layout=stop.type.layout))
+            s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
     else:
         visible = keys[None, :] < rows.stop[:, None]
         if V.mask != "none":
             visible = visible & (keys[None, :] >= rows.start[:, None])
-    return gl.where(visible, s, float("-inf"))
+        s = gl.where(visible, s, float("-inf"))
+    return s
 
 
 @gluon.jit

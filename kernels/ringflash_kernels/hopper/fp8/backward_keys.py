@@ -461,7 +461,7 @@ def backward_keys_fp8(
     )  # fmt: skip
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, first_ptr, first_ptr, scale_log2,
+        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, num_tiles, first_ptr, first_ptr, scale_log2,
         softmax_scale, BOUNDS, False, False, 64, 2 * 64,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)

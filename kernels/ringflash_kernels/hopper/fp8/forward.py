@@ -89,7 +89,7 @@ from ringflash_kernels.hopper.forward.kernel import (
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import walks
+from ringflash_kernels.hopper.walks import has_begins, walks
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
@@ -111,6 +111,7 @@ class Fp8Variant:
     mask: str
     resume: bool
     row_max: bool = False
+    starts: bool = False
 
     @property
     def ends_bytes(self) -> int:
@@ -703,14 +704,15 @@ def build_launch(
     out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
     batch, seqlen_q, num_heads, head_dim = q8.shape
     num_kv_heads, seqlen_k = records.shape[2], keys[1] - keys[0]
-    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None)
+    starts = kind == "ends" and has_begins(mask)
+    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None, starts)
     if kind == "bounds":
         start, stop = (bound[slice(*span)] for bound in mask.bounds(q8.device))
         table = tile_table(mask, q8.device, variant.tiles.rows, span)
     elif kind == "ends":
         ends, start, stop = limits(mask, q8.device, variant.tiles.rows, span)
         ends = block_descriptor(ends, (1, BLOCK_K))
-        table, stretches = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
+        table, stretches, _ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
@@ -722,13 +724,13 @@ def build_launch(
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    key = (head_dim, kind, acc is not None, row_max is not None, out.dtype)
+    key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype)
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
-def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Variant:
-    return Fp8Variant(tiles, mask, resume, row_max)
+def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool, starts: bool) -> Fp8Variant:
+    return Fp8Variant(tiles, mask, resume, row_max, starts)
 
 
 def _descriptors(
