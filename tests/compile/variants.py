@@ -73,7 +73,6 @@ def _masks(head_dim: int) -> list[str]:
 def _narrow(recorder: Recorder) -> None:
     for mask in ("band", "bounds", "ends"):
         _forward(recorder, NARROW, mask)
-    for mask in ("band", "bounds"):
         _backward(recorder, NARROW, mask)
     _forward(recorder, NARROW, "band", resume=True)
     _backward(recorder, NARROW, "band", accumulate=False)
@@ -137,7 +136,7 @@ def _forward(
 
 
 def _backwards(recorder: Recorder, head_dim: int) -> None:
-    for mask in ("band", "bounds", "ends", "ends window") if head_dim <= 128 else ("band", "bounds"):
+    for mask in ("band", "bounds", "ends", "ends window"):
         _backward(recorder, head_dim, mask)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
@@ -185,7 +184,7 @@ def _backward(
 def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     q, k = _operands(head_dim, torch.bfloat16)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    for mask in ("band", "bounds"):
+    for mask in ("band", "bounds", "ends", "ends window"):
         recorder.variant = f"hd{head_dim} {products} {mask}"
         row_max = lse if products == "fp8" else None
         run = fp8_backward.Fp8Backward(

@@ -17,6 +17,8 @@ from tests.emulator.emulator import Emulator
 from tests.emulator.oracle import Shape, inputs, is_caught, oracle_and_baseline
 from tests.emulator.test_backward import _gradients
 from tests.emulator.test_forward import _forward, _outputs
+from tests.emulator.test_fp8_backward import _assert_equal
+from tests.emulator.test_fp8_backward import _gradients as _fp8_gradients
 from tests.emulator.test_fp8_forward import _check, _operands
 from tests.emulator.test_fp8_forward import _forward as _fp8_forward
 from tests.helpers.tolerance import assert_close
@@ -94,7 +96,7 @@ _FORWARD_FAULTS = {
     "ends are read after their release": (_FORWARD, _WITH_ENDS, _RELEASE + _WITH_ENDS),
     "the stretch of another block": (_FORWARD, "            if j == 0:\n", "            if j == 1:\n"),
     "a stretch is left out": ("walks", "1 + (fill < tile_size).long(), 0)", "(place % width > 0).long(), 0)"),
-    "rows are counted from elsewhere": ("forward.host", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
+    "rows are counted from elsewhere": ("walks", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
 }
 
 
@@ -112,15 +114,31 @@ def test_backward_masks(mask: Mask, in_step: bool) -> None:
     assert_close(*_gradients(mask, Shape(64), in_step=in_step), num_chunks=2)
 
 
-@pytest.mark.parametrize("shape", [Shape(96, 2, 2), Shape(128, 4, 1, batch=2), Shape(128, 4, 2)], ids=str)
-@pytest.mark.parametrize("whole_groups", [False, True])
+_SHAPES = [
+    (Shape(96, 2, 2), False), (Shape(128, 4, 2), True), (Shape(192, 2, 1), True),
+    (Shape(192, 2, 1, value_dim=128), False), (Shape(256, 2, 2), False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, whole_groups",
+    [*_SHAPES, *(pytest.param(shape, not groups, marks=_NIGHTLY) for shape, groups in _SHAPES)],
+    ids=str,
+)
 def test_backward_shapes(shape: Shape, whole_groups: bool) -> None:
     options = dict(whole_groups=whole_groups, in_step=whole_groups, accumulate=not whole_groups)
-    assert_close(*_gradients(MASKS["deep"], shape, **options), num_chunks=2)
+    assert_close(*_gradients(MASKS["deep, window"], shape, **options), num_chunks=2)
 
 
 def test_backward_through_lse() -> None:
     assert_close(*_gradients(MASKS["deep, window"], Shape(128), with_dlse=True), num_chunks=2)
+
+
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8", pytest.param("bf16", marks=_NIGHTLY)])
+@pytest.mark.parametrize("shape", [Shape(64, 2, 1), pytest.param(Shape(128, 4, 2), marks=_NIGHTLY)], ids=str)
+def test_fp8_backward(shape: Shape, products: str) -> None:
+    for name in ("deep, window", "many small documents") if shape.head_dim == 64 else ("deep, window",):
+        _assert_equal(*_fp8_gradients(MASKS[name], shape, products, promote=4))
 
 
 @_NIGHTLY
@@ -130,7 +148,7 @@ def test_backward_random_forests(seed: int) -> None:
     assert_close(*_gradients(mask, shape, emulator=Emulator(seed), in_step=bool(seed % 2)))
 
 
-@pytest.mark.parametrize("shape", [Shape(64), Shape(128, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(64), pytest.param(Shape(128, 2, 1), marks=_NIGHTLY)], ids=str)
 @pytest.mark.parametrize("name", ["deep, window", "many small documents"])
 def test_backward_in_a_fixed_order(name: str, shape: Shape) -> None:
     """Equal bits whatever the order in which thread blocks run, and right."""
@@ -160,23 +178,26 @@ def test_sums_have_the_same_bits() -> None:
     assert not _same_sums([("walks", "int(last[begin + a])", "-1")]), "no tile waits for another"
 
 
-_KEYS = "backward.keys"
+_KEYS, _WIDE_KEYS, _QUERIES = "backward.keys", "backward.wide", "backward.queries"
 _BACKWARD_FAULTS = {
-    "a first key too early": (_KEYS, "(keys[:, None] >= begins", "(keys[:, None] + 1 >= begins"),
-    "first keys of other rows": (_KEYS, "tma_load(begins_desc, [0, row]", "tma_load(begins_desc, [0, row + 1]"),
-    "a masked block runs unmasked": (_KEYS, "block * 2 + masked)", "block * 2)"),
+    "a first key too early": (64, (_KEYS, "(keys[:, None] >= begins", "(keys[:, None] + 1 >= begins")),
+    "first keys of other rows": (64, (_KEYS, "tma_load(begins_desc, [0, row]", "tma_load(begins_desc, [0, row + 1]")),
+    "a masked block runs unmasked": (64, (_KEYS, "block * 2 + masked)", "block * 2)")),
     "dQ goes to the wrong block": (
-        _KEYS,
-        "head_row + block * 64\n                    h",
-        "head_row\n                    h",
+        64,
+        (_KEYS, "head_row + block * 64\n                    h", "head_row\n                    h"),
     ),
-    "a stretch is skipped": (_KEYS, "first, number + 1)", "first, first)"),
+    "a stretch is skipped": (64, ("backward.problem", "first, number + 1)", "first, first)")),
+    "a first key too early, wide": (192, (_WIDE_KEYS, "keys[:, None] >= begins", "keys[:, None] + 1 >= begins")),
+    "a masked block runs unmasked, wide": (192, (_WIDE_KEYS, "block * 2 + masked)", "block * 2)")),
+    "a row too many, dQ": (192, (_QUERIES, "rows[:, None] < ends", "rows[:, None] <= ends")),
+    "ends of another block, dQ": (192, (_QUERIES, "(ends_desc, [0, block * 64]", "(ends_desc, [0, block * 64 + 1]")),
 }
 
 
-@pytest.mark.parametrize("fault", _BACKWARD_FAULTS.values(), ids=_BACKWARD_FAULTS.keys())
-def test_backward_faults_are_caught(fault) -> None:
+@pytest.mark.parametrize("head_dim, fault", _BACKWARD_FAULTS.values(), ids=_BACKWARD_FAULTS.keys())
+def test_backward_faults_are_caught(head_dim: int, fault: tuple[str, str, str]) -> None:
     def check(mask: Mask, emulator: Emulator) -> None:
-        assert_close(*_gradients(mask, Shape(64), emulator=emulator))
+        assert_close(*_gradients(mask, Shape(head_dim), emulator=emulator))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("deep, window", "block diffusion"))

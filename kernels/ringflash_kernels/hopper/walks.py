@@ -16,6 +16,7 @@ import torch
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 40
+_MAX_BLOCK = 128  # keys of a block, at most
 NEAR_TILES = 64  # tiles that are launched together, since they see mostly the same columns
 LONG_SHARE = 0.5  # of a worker's equal share of a head's blocks: tiles with more are long
 
@@ -60,6 +61,30 @@ def walks(
         return Walks(tiles.to(device), stretches.to(device), num_long)
 
     return mask.cached(("walks", device, rows, tile_rows, block, ordered, workers), make)
+
+
+class Limits(NamedTuple):
+    """Tables of a two-sided mask, int32: the end of each key, (1, keys), and the keys [start, stop) that each row sees.
+
+    Rows are counted from the first of a launch; both sides are padded to whole tiles.
+    """
+
+    ends: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+
+
+def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
+    """Return the limits of the rows [first, end), cached with the mask."""
+
+    def make() -> Limits:
+        check_capture(device)
+        start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
+        parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
+        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
+        return Limits(ends[None], start, stop)
+
+    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
 
 
 def has_begins(mask: Mask) -> bool:

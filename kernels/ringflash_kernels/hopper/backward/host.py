@@ -26,7 +26,7 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import has_begins, walks
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 29  # an open side of a band
@@ -104,8 +104,6 @@ class HopperBackward:
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
-        if hop.two_sided and self.tiles.wide:
-            raise NotImplementedError("two-sided masks: head_dim up to 128 (prototype)")
         group = self._group(k, hop)
         in_parts = group < self.q.shape[2] // k.shape[2]
         with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
@@ -192,7 +190,8 @@ class HopperBackward:
         pieces = (tiles.pieces, tiles.value_pieces)
         loads = [_piece_descriptors(x, columns) for x, columns in zip(keys[:2], pieces, strict=True)]
         choices = dict(
-            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
+            TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins, ACCUMULATE=accumulate,
         )  # fmt: skip
         variant = (
             head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
@@ -203,7 +202,8 @@ class HopperBackward:
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                *self._bounds(hop), *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
+                begins, *self._bounds(hop), *tables, *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held,
+                **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -215,8 +215,7 @@ class HopperBackward:
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins,
-                **choices,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
             )  # fmt: skip
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
@@ -236,16 +235,19 @@ class HopperBackward:
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
         ]
+        ends, *tables = None, None, None, None
+        if hop.two_sided:
+            ends, *tables = self._query_tables(mask, k.device, heads_together)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, add), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
             SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
-            BOUNDS=hop.has_bounds, ADD=add,
+            BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, ADD=add,
         )  # fmt: skip
 
     def _order(self, num_tiles: int) -> tuple[torch.Tensor, int, int]:
@@ -267,12 +269,19 @@ class HopperBackward:
         if not hop.two_sided:
             return None, None, None, None
         side = mask.cached("transposed", mask.transposed)
-        workers = max(1, SMS // heads_together)
         tiles, stretches, num_long = walks(
-            side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered, workers=workers
+            side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered, workers=_workers(heads_together)
         )
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
         return begins, num_long, tiles, stretches
+
+    def _query_tables(
+        self, mask: Mask, device: torch.device, heads_together: int
+    ) -> tuple[TensorDescriptor, int, torch.Tensor, torch.Tensor]:
+        """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
+        rows = 0, mask.seqlen_q
+        tiles, stretches, num_long = walks(mask, device, rows, _HELD_QUERIES, 64, workers=_workers(heads_together))
+        return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), num_long, tiles, stretches
 
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
@@ -287,6 +296,11 @@ class HopperBackward:
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
+
+
+def _workers(heads_together: int) -> int:
+    """Return the number of multiprocessors for each of the heads whose tiles alternate in launch order."""
+    return max(1, SMS // heads_together)
 
 
 def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -184,10 +184,7 @@ def _load(
                         sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
-                    block += 1
-                    if block == end:
-                        number = gl.where(number + 1 == first + count, first, number + 1)
-                        block, end, masked = problem.stretch(number)
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
                     step += 1
                     problem.tick(step)
         else:
@@ -666,16 +663,18 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 @gluon.jit(
     do_not_specialize=[
         "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks", "first_number",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
+        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
+        "first_number",
     ]
 )  # fmt: skip
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
     first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr,
-    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-    num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number, scale_log2, softmax_scale,
+    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
+    group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
+    scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
@@ -753,7 +752,8 @@ def backward_keys(
     )  # fmt: skip
     fence_async_shared()
     load_args = (
-        sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc
+        sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
+        begins_desc
     )  # fmt: skip
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)

@@ -159,6 +159,15 @@ class BackwardProblem:
         return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
     @gluon.jit
+    def next_step(self, number, block, end, masked, first, count):
+        """Return stretch, block, end and kind of the step after `block` in a round over a walk."""
+        block += 1
+        if block == end:
+            number = gl.where(number + 1 == first + count, first, number + 1)
+            block, end, masked = self.stretch(number)
+        return number, block, end, masked
+
+    @gluon.jit
     def meeting_stretch(self, number, block, first, count):
         """Return the stretch and the block at which to start a round: see `meeting_block`."""
         if self.in_step != 0:

@@ -16,12 +16,11 @@ from ringflash_kernels.hopper.descriptors import block_descriptor, cut, misalign
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, NARROW_FORWARD_TILES, ForwardTiles, forward_tiles
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import has_begins, walks
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
-_MAX_BLOCK = 128  # keys of a block, at most
 # K and V of the heads that run concurrently should stay in L2 (50 MB); larger groups measured slower.
 _L2_BYTES_PER_GROUP = 16 * 2**20
 
@@ -223,30 +222,6 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     while num_kv_heads % count:
         count -= 1
     return count
-
-
-class Limits(NamedTuple):
-    """Tables of a two-sided mask, int32: the end of each key, (1, keys), and the keys [start, stop) that each row sees.
-
-    Rows are counted from the first of a launch; both sides are padded to whole tiles.
-    """
-
-    ends: torch.Tensor
-    start: torch.Tensor
-    stop: torch.Tensor
-
-
-def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
-    """Return the limits of the rows [first, end), cached with the mask."""
-
-    def make() -> Limits:
-        check_capture(device)
-        start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
-        parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
-        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
-        return Limits(ends[None], start, stop)
-
-    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
 
 
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:

@@ -47,7 +47,6 @@ from ringflash_kernels.hopper.forward.host import (
     check_state,
     count_sms,
     kv_heads_per_group,
-    limits,
     tile_counter,
     tile_table,
     write_unseen_rows,
@@ -89,7 +88,7 @@ from ringflash_kernels.hopper.forward.kernel import (
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import has_begins, walks
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
