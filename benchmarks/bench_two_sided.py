@@ -243,6 +243,28 @@ def _check(mask: Mask, dim: int, value_dim: int | None = None, **options) -> flo
     return max(ratio.maximum for ratio in assert_close(*found, num_chunks=2))
 
 
+def _check_fp8(mask: Mask, dim: int, products: tuple[str, ...]) -> float:
+    """Return the largest difference from the specification, as a share of a result's norm; at most 0.012."""
+    from ringflash_kernels.api import attention_backward, attention_forward
+
+    q, k, v = draw(mask.seqlen_q, 4, dim), draw(mask.seqlen_k, 2, dim), draw(mask.seqlen_k, 2, dim)
+    dout, worst = torch.randn_like(q), 0.0
+    row_max = torch.empty(1, 4, mask.seqlen_q, device="cuda")
+    state = attention_forward(q, k, v, impl="reference_fp8", mask=mask, row_max=row_max)
+    pairs = [(attention_forward(q, k, v, impl="hopper_fp8", mask=mask)[0], state[0])]
+    for name in products:
+        options = {"mask": mask, "fp8_backward": name, "row_max": row_max}
+        found = (
+            attention_backward(dout, q, k, v, *state, impl=impl, **options) for impl in ("hopper_fp8", "reference_fp8")
+        )
+        pairs += zip(*found, strict=True)
+    for got, want in pairs:
+        worst = max(worst, float((got.double() - want.double()).norm() / want.double().norm()))
+    assert worst <= 0.012, worst
+    return worst
+
+
+_PRODUCTS = ("bf16", "fp8_scores", "fp8")
 CHECKS: dict[str, list[Callable[[], object]]] = {
     "hd128": [
         lambda: _check(whole(forest(*_DEEP)), 128),
@@ -256,6 +278,12 @@ CHECKS: dict[str, list[Callable[[], object]]] = {
     "hd192": [lambda: _check(whole(forest(*_DEEP)), 192), lambda: _check(whole(_WINDOW()), 192)],
     "hd192/128": [lambda: _check(whole(forest(*_DEEP)), 192, 128), lambda: _check(whole(_WINDOW()), 192, 128)],
     "hd256": [lambda: _check(whole(forest(*_DEEP)), 256), lambda: _check(whole(_WINDOW()), 256)],
+    "fp8 hd64": [lambda: _check_fp8(whole(_WINDOW()), 64, _PRODUCTS)],
+    "fp8 hd128": [
+        lambda: _check_fp8(whole(_WINDOW()), 128, _PRODUCTS),
+        lambda: _check_fp8(whole(forest(*_DEEP)), 128, _PRODUCTS),
+    ],
+    "fp8 hd256": [lambda: _check_fp8(whole(_WINDOW()), 256, ("bf16",))],
     "deterministic": [
         lambda: _check(whole(forest(*_DEEP)), 128, deterministic=True),
         lambda: _check(whole(_WINDOW()), 64, deterministic=True),
