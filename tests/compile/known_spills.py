@@ -16,12 +16,18 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_keys hd128 bfloat16 bounds": 4,
         "backward_keys hd128 bfloat16 bounds deterministic": 1,
+        "backward_keys hd96 bfloat16 ends": 1,
+        "backward_keys hd96 bfloat16 ends window": 3,
+        "backward_keys hd128 bfloat16 ends window": 1,
+        "backward_keys hd128 bfloat16 ends deterministic": 1,
         "backward_keys hd128 float16 band": 4,
         # The first of two consumers; without them at 64 keys a block, which is a tenth slower.
         "forward_kernel hd192/128 bfloat16 band": 6,
         "forward_kernel hd192/128 bfloat16 bounds": 6,
+        "forward_kernel hd192/128 bfloat16 ends": 6,
         "forward_kernel hd192/128 bfloat16 band resume": 6,
         "forward_fp8 hd128 full": 1,  # a scalar
+        "forward_fp8 hd128 ends": 7,  # scalars
         # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop,
         # too.
         "backward_keys_fp8 hd128 fp8 band": 18,

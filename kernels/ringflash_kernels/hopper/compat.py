@@ -42,6 +42,7 @@ __all__ = [
     "publish",
     "reinterpret",
     "scale_unless_one",
+    "seen_only",
     "start_of",
     "tma_load",
     "tma_reduce_add",
@@ -226,6 +227,23 @@ def scale_unless_one(x, factor, COUNT: gl.constexpr):
     asm: gl.constexpr = _scaling(COUNT)[0]
     held: gl.constexpr = _scaling(COUNT)[1]
     return gl.inline_asm_elementwise(asm, held, [x, factor], gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def seen_only(scores, row, end, key, stop):
+    """Return scores where row < end and key < stop, elsewhere -inf. All have one shape.
+
+    With one select for each score: triton would write one for each condition.
+    """
+    asm: gl.constexpr = """{
+        .reg .pred p;
+        setp.lt.s32 p, $2, $3;
+        setp.lt.and.s32 p, $4, $5, p;
+        selp.f32 $0, $1, 0fFF800000, p;
+    }"""
+    return gl.inline_asm_elementwise(
+        asm, "=f,f,r,r,r,r", [scores, row, end, key, stop], gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
