@@ -36,12 +36,12 @@ from ringflash.comm.transport import (
     transport_name,
     whole_transport,
 )
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import Documents, SequenceMask
 from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
-    check_branches,
-    check_fp8_backward,
+    check_backward,
     choose_impl,
     implementation,
     rounds,
@@ -169,11 +169,11 @@ class CallPlan:
         if channel is not None and self.algorithm is Algorithm.GATHER:
             memory = message_memory(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_of_line > 1
-            return HeadGather(self.key_blocks(shape), memory, *how, call, options.fp8_backward, rounded)
+            return HeadGather(self.key_blocks(shape), memory, *how, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)
-        return RingOfHops(hops, channel, *how, options.fp8_backward)
+        return RingOfHops(hops, channel, *how)
 
 
 def plan_call(
@@ -192,11 +192,14 @@ def plan_call(
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    if mask.has_branches:
-        check_branches(impl)
-    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
+    check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
@@ -217,7 +220,6 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
-        "fp8_backward": options.fp8_backward,
         "hosts": str(split_of(plan.algorithm, options.group)),
     }
 
@@ -274,8 +276,8 @@ def _algorithm_of_auto(
     ring = ring_over(transport)
     if transport == "copy_engine":
         return ring, "all GPUs have peer access"
-    if options.layout == "balanced":
-        return ring, "layout 'balanced' sends few keys between hosts anyway"
+    if options.layout in DOCUMENT_LAYOUTS:
+        return ring, f"layout {options.layout!r}, whose chunks differ in size"
     split = known_split(group)
     if split is None:
         return ring, refusal_of(group) or "hosts are not known"
@@ -288,10 +290,10 @@ def _algorithm_of_auto(
 
 def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
-    if layout == "balanced":
+    if layout in DOCUMENT_LAYOUTS:
         raise NotImplementedError(
-            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got 'balanced', which "
-            "sends few keys between hosts anyway; use transport='auto', or layout='zigzag'."
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
+            "chunks differ in size; use transport='auto', or layout='zigzag'."
         )
     if split is not None:
         check_heads(num_heads, split.num_gpus, algorithm)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ringflash.attention.api import attend
 from ringflash.attention.inputs import autocast, differentiate_alike, documents_of
+from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.consistency import (
@@ -46,7 +47,7 @@ from ringflash.huggingface.validation import (
     find_static_error,
     takes_spans,
 )
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
@@ -80,7 +81,6 @@ def set_group(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> None:
     """Give one model its group and options, which are stored on its attention modules.
 
@@ -105,10 +105,7 @@ def set_group(
             f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
         )
     granularity(1, layout)
-    options = ModelRing(
-        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-        fp8_backward=fp8_backward,
-    )  # fmt: skip
+    options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
     modules = attention_modules(find_decoder(model))
     if not modules:
         raise ValueError(
@@ -138,11 +135,11 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse the layout "balanced" for layers that attend in chunks: it balances the work of whole documents."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
     for module in modules:
-        if layout == "balanced" and chunk_size(module) is not None:
+        if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
-                f"layout must not be 'balanced' for layers that attend in chunks, got it for {type(module).__name__}; "
+                f"layout must not be {layout!r} for layers that attend in chunks, got it for {type(module).__name__}; "
                 "use 'zigzag'."
             )
 
@@ -212,7 +209,7 @@ def _attend(
 
     Args:
         query, key, value: (batch, heads, seqlen_local, head_dim).
-        s_aux: (num_heads,), sinks, as in `apply_sinks`.
+        s_aux: (num_heads,), sinks, as in `ringflash.apply_sinks`.
         checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
     Returns:
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
@@ -242,7 +239,10 @@ def _attend(
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:
             result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
-    return (result if s_aux is None else apply_sinks(result, s_aux)), None
+    if s_aux is None:
+        return result, None
+    out, lse = result
+    return apply_sinks(out, lse, s_aux), None
 
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
@@ -267,17 +267,15 @@ def attend_in_chunks(
     """Attend within fixed-size chunks of each document (Llama 4), as packed documents with a bound at every chunk.
 
     Args:
-        attend_to: `attend` with its options. It is called once per row of a batch, since documents need one row.
+        attend_to: `attend` with its options.
         size: tokens of a chunk, counted from the start of each document.
         seqlen: length of the whole sequence.
     Returns:
         result: as `attend` returns it.
     """
     bounds = _chunk_bounds(cu_seqlens, size, seqlen, q)
-    if cu_seqlens is not None or bounds is None or q.shape[0] == 1:
-        return attend_to(q, k, v, cu_seqlens=bounds)
-    rows = [attend_to(*row, cu_seqlens=bounds) for row in zip(*(x.split(1) for x in (q, k, v)), strict=True)]
-    return torch.cat(rows) if isinstance(rows[0], Tensor) else tuple(map(torch.cat, zip(*rows, strict=True)))
+    several = cu_seqlens is None and bounds is not None and q.shape[0] > 1
+    return attend_to(q, k, v, cu_seqlens=[bounds] * q.shape[0] if several else bounds)
 
 
 @torch.compiler.disable(reason="the number of bounds depends on their values")
@@ -294,19 +292,3 @@ def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) 
     except ValueError:
         return cu_seqlens
     return torch.tensor(cut_into_chunks(documents, size), dtype=torch.int32)
-
-
-def apply_sinks(attended: tuple[Tensor, Tensor], sinks: Tensor) -> Tensor:
-    """Add attention sinks (GPT-OSS): one learned logit per head in every row's softmax, for a key with no value.
-
-    The result is out * sigmoid(lse - sinks).
-
-    Args:
-        attended: out, (batch, seqlen, num_heads, head_dim), and lse, (batch, num_heads, seqlen), fp32 or fp64, with
-            gradients, as `ring_attention` returns them. A row that sees no key, 0 and -inf, stays 0.
-        sinks: (num_heads,).
-    Numerics: computed in lse's dtype, cast once.
-    """
-    out, lse = attended
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

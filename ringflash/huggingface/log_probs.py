@@ -61,14 +61,14 @@ def log_probs(
         NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
     Numerics: as `ringflash.loss.token_log_probs`.
     """
-    batch, rows, problem = None, None, None
+    batch, real, rows, problem = None, None, None, None
     try:
         if share_prefixes:
             packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
             given = packed.input_ids.to(input_ids.device), None, packed.cu_seqlens, packed.labels.to(input_ids.device)
         else:
             given = input_ids, attention_mask, cu_seqlens, None
-        batch = _prepare(*given, group, temperature, layout)
+        batch, real = _prepare(*given, group, temperature, layout)
     except (ValueError, NotImplementedError) as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
@@ -76,10 +76,8 @@ def log_probs(
     assert batch is not None  # agree has raised the problem
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
-    whole = [unshard_sequence(x, group, 1, layout, bounds) for x in found]
-    if rows is None:
-        whole = [x[:, : input_ids.shape[1]] for x in whole]
-    else:
+    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
+    if rows is not None:
         whole = [x.flatten()[rows.clamp(min=0)].masked_fill(rows < 0, 0.0) for x in whole]
     return (whole[0], whole[1]) if return_entropy else whole[0]
 
@@ -112,21 +110,25 @@ def _prepare(
     group: Group,
     temperature: float,
     layout: str,
-) -> dict[str, Any]:
-    """Return this rank's shard of the padded batch."""
+) -> tuple[dict[str, Any], Tensor]:
+    """Return this rank's shard of the padded batch, and for each column of it True unless it is padding."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
     process_group = resolve(group)
     cp_size = 1 if process_group is None else process_group.size()
-    tokens, labels, bounds = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout)
+    numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
+    assert columns is not None
+    if labels is not None:
+        labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
+    mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
     batch = prepare_batch(
         tokens, group=group, cu_seqlens=bounds, labels=labels, attention_mask=mask, layout=layout,
         position_ids=positions,
     )  # fmt: skip
     if cu_seqlens is None:
-        return {**batch, "length": input_ids.shape[1]}
+        return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
     length = 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())
-    return {**batch, "length": length, "columns": batch["position_ids"]}
+    return {**batch, "length": length, "columns": batch["position_ids"]}, columns[0] >= 0

@@ -104,6 +104,17 @@ def test_balanced(pool: Pool, size: int) -> None:
         pool.run(ring_check.check, case, chunk, size=size)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_documents(pool: Pool, size: int) -> None:
+    """A zigzag of each document, down to chunks of one token."""
+    for documents, window, causal, chunk in (
+        ("divisible", "none", True, 6), ("divisible", "left", True, 4), ("divisible", "both", False, 9),
+        ("whole", "wide", True, 5),
+    ):  # fmt: skip
+        case = Case(layout="documents", documents=documents, window=window, causal=causal)
+        pool.run(ring_check.check, case, chunk, size=size)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", [Case(), Case(documents="mixed", window="left"), Case(causal=False)], ids=str)
 def test_low_precision(pool: Pool, case: Case, dtype: str) -> None:

@@ -65,6 +65,7 @@ class Case:
             "tokens": set(range(0, min(seqlen, 2 * chunk) + 1)) | {seqlen},  # one token each, over two chunks
             "crossing": {0, seqlen // 3 + 1, seqlen - 1, seqlen},
             "aligned": set(range(0, seqlen + 1, chunk)),
+            "divisible": {0, seqlen // chunk, 3 * (seqlen // chunk), seqlen},  # for the layout "documents"
             "mixed": {0, 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1, seqlen - chunk - 1, seqlen},
         }[self.documents]
         return None if bounds is None else tuple(sorted(bounds))

@@ -245,6 +245,16 @@ REFUSALS: dict[str, Refusal] = {
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'balanced'",
         lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
     ),
+    "document_that_is_not_divisible": Refusal(
+        "ValueError",
+        r"each document must have a length divisible by 2 \* cp_size .* got 3 tokens from 0; pad each \(pad_sequence",
+        lambda c, a: a.update(layout="documents") or _cu_seqlens(lambda n: [0, 3, n])(c, a),
+    ),
+    "documents_over_hosts": Refusal(
+        "NotImplementedError",
+        "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'documents'",
+        lambda c, a: a.update(layout="documents", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+    ),
     "ranks_differ_in_balanced_documents": Refusal(
         "ValueError",
         SAME + "cu_seqlens",

@@ -75,11 +75,12 @@ def test_refuses_classes_that_call_flash_attention(loaded_before: bool, monkeypa
         huggingface.set_group(AutoModelForCausalLM.from_config(config, attn_implementation="ringflash"), None)
 
 
-def test_refuses_chunks_in_a_balanced_layout() -> None:
+@pytest.mark.parametrize("layout", ["balanced", "documents"])
+def test_refuses_chunks_in_a_layout_of_documents(layout: str) -> None:
     """Their bounds are not those that the layout is decided by."""
     model = build("chunks")
-    with pytest.raises(NotImplementedError, match="layout must not be 'balanced' for layers that attend in chunks"):
-        huggingface.set_group(model, None, layout="balanced")
+    with pytest.raises(NotImplementedError, match=f"layout must not be '{layout}' for layers that attend in chunks"):
+        huggingface.set_group(model, None, layout=layout)
 
 
 def test_refuses_wrong_document_positions() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringflash.attention.schedule import Schedule, active_steps, build, plan_gather
 from ringflash.sequence import layout as layouts
-from ringflash.sequence.layout import LAYOUTS, granularity, local_positions
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
 
@@ -35,9 +35,10 @@ def problems(
     seqlen = granularity(cp_size, layout) * draw(st.sampled_from(chunk_tokens))
     side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen // 5, seqlen // 2, seqlen])
     cuts = draw(st.none() | st.lists(st.integers(1, max(1, seqlen - 1)), max_size=6))
-    if cuts is None and layout == "balanced":
+    if cuts is None and layout in DOCUMENT_LAYOUTS:
         cuts = []
-    bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c for c in cuts if c < seqlen)}))
+    unit = 2 * cp_size if layout == "documents" else 1
+    bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c // unit * unit for c in cuts if c < seqlen)}))
     window = draw(side), draw(side)
     if bounds is not None and len(bounds) > 2 and draw(st.booleans()):
         parents, both = draw(trees(len(bounds) - 1))

@@ -16,10 +16,13 @@ import torch
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 40
+_MAX_BLOCK = 128  # keys of a block, at most
+NEAR_TILES = 64  # tiles that are launched together, since they see mostly the same columns
+LONG_SHARE = 0.5  # of a worker's equal share of a head's blocks: tiles with more are long
 
 
 class Walks(NamedTuple):
-    """Tables of a launch.
+    """Tables of a launch, and the number of long tiles, which come first.
 
     tiles: (num_tiles, 4), int32: tile, first stretch, number of stretches, number of blocks; most blocks first.
     stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
@@ -28,26 +31,87 @@ class Walks(NamedTuple):
 
     tiles: torch.Tensor
     stretches: torch.Tensor
+    num_long: int
 
 
 def walks(
-    mask: Mask, device: torch.device, rows: tuple[int, int], tile_rows: int, block: int, *, ordered: bool = False
+    mask: Mask,
+    device: torch.device,
+    rows: tuple[int, int],
+    tile_rows: int,
+    block: int,
+    *,
+    ordered: bool = False,
+    workers: int = 0,
 ) -> Walks:
     """Return the walks over all columns of the tiles of the rows [first, end), cached with the mask.
 
     Args:
         ordered: find the previous tile of each stretch, for sums in a fixed order.
+        workers: thread blocks that share the tiles of a head; without them no tile is long.
     """
     device = torch.device(device)
 
     def make() -> Walks:
         check_capture(device)
         tiles, stretches = _new_walks(mask.regions, rows, tile_rows, block, mask.seqlen_k)
+        tiles, num_long = _launch_order(tiles, workers)
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device))
+        return Walks(tiles.to(device), stretches.to(device), num_long)
 
-    return mask.cached(("walks", device, rows, tile_rows, block, ordered), make)
+    return mask.cached(("walks", device, rows, tile_rows, block, ordered, workers), make)
+
+
+class Limits(NamedTuple):
+    """Tables of a two-sided mask, int32: the end of each key, (1, keys), and the keys [start, stop) that each row sees.
+
+    Rows are counted from the first of a launch; both sides are padded to whole tiles.
+    """
+
+    ends: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+
+
+def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
+    """Return the limits of the rows [first, end), cached with the mask."""
+
+    def make() -> Limits:
+        check_capture(device)
+        start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
+        parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
+        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
+        return Limits(ends[None], start, stop)
+
+    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
+
+
+def has_begins(mask: Mask) -> bool:
+    """Return whether some row sees only a part of the keys in whose interval of rows it is, as under a window."""
+
+    def make() -> bool:
+        first, stop = mask.cached("transposed", mask.transposed).bounds()
+        return int((stop - first).sum()) != mask.num_visible
+
+    return mask.cached("has begins", make)
+
+
+def _launch_order(tiles: torch.Tensor, workers: int) -> tuple[torch.Tensor, int]:
+    """Return the tiles in the order of their launch, and the number of long ones, which come first.
+
+    Tiles that are near one another see the same columns, so they run together: in groups, longest first.
+    """
+    blocks = tiles[:, 3].long()
+    limit = LONG_SHARE * int(blocks.sum()) / workers if workers else _FAR
+    is_long = blocks > limit
+    group = torch.arange(len(tiles), device="cpu") // NEAR_TILES
+    longest = torch.zeros(int(group[-1]) + 1, dtype=torch.int64, device="cpu")
+    longest = longest.scatter_reduce_(0, group, torch.where(is_long, 0, blocks), "amax")
+    place = torch.empty_like(longest)
+    place[torch.argsort(longest, descending=True, stable=True)] = torch.arange(len(longest), device="cpu")
+    key = torch.where(is_long, 0, place[group] + 1) * (int(blocks.max()) + 1) + blocks.max() - blocks
+    return tiles[torch.argsort(key, stable=True)].contiguous(), int(is_long.sum())
 
 
 def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,4 +179,4 @@ def _new_walks(
     number = torch.zeros(num_tiles, dtype=torch.int64, device="cpu").index_add_(0, tile, torch.ones_like(tile))
     blocks = torch.zeros_like(number).index_add_(0, tile, end - begin)
     tiles = torch.stack([torch.arange(num_tiles, device="cpu"), number.cumsum(0) - number, number, blocks], 1).int()
-    return tiles[torch.argsort(blocks, descending=True, stable=True)].contiguous(), stretches.contiguous()
+    return tiles, stretches.contiguous()
