@@ -119,7 +119,8 @@ def _prepare(
     numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
     assert columns is not None
-    labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
+    if labels is not None:
+        labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
