@@ -858,12 +858,12 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: g
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
     if V.mask == "ends":
-        i = 0
-        while i < n:
+        left = n
+        while left > 0:
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_full.index(index), phase)
             end, num_masked, num_full = stretch_at(index, shared)
-            i += num_masked + num_full
+            left -= num_masked + num_full
             for j in range(num_masked):
                 key = (end - 1 - j) * V.tiles.block_n
                 acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key, rows, shared, barriers,

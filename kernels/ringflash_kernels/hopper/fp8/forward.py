@@ -448,12 +448,12 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
     acc, reference, row_sum = nothing_yet(V)
     take_turn(kv, W, V)
     if V.mask == "ends":
-        i = 0
-        while i < n:
+        left = n
+        while left > 0:
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_full.index(index), phase)
             end, num_masked, num_full = stretch_at(index, shared)
-            i += num_masked + num_full
+            left -= num_masked + num_full
             for j in range(num_masked):
                 key = (end - 1 - j) * V.tiles.block_n
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, V)
