@@ -154,9 +154,9 @@ class HopperBackward:
         return _largest_divisor(num_heads, limit)
 
     def _in_step(self, hop: HopRectangle, group: int) -> int:
-        """Return the fewest blocks of a tile with which CTAs should be at the same query block at a time; 0: none should.
+        """Return how many blocks a tile must have to meet the other CTAs at a query block; 0 if no tile should.
 
-        With `deterministic`, their order ensures it.
+        With `deterministic`, the fixed order lets them meet.
         """
         bytes_of_row = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
         if self.deterministic or hop.num_rows * bytes_of_row <= IN_STEP_BYTES:
