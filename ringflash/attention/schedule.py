@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ringflash.sequence.layout import Chunk, chunks
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask, Region
 
@@ -262,7 +262,7 @@ def _gathering(
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
     """Return the keys that a shard sees, in multiples of `multiple`, and of a 64th of a chunk if chunks are equal."""
     size = shard[0].size
-    grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
+    grain = 1 if layout in DOCUMENT_LAYOUTS else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     grain = -(-grain // multiple) * multiple
     ranges: list[tuple[int, int]] = []
@@ -370,7 +370,8 @@ def _mask_of(
 def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
     """Regions of two shards, joined into fewer and larger ones if possible."""
     lower, upper = mask.band
-    if q_shard == k_shard and lower is None and upper in (None, 0) and mask.parents is mask.bidirectional is None:
+    plain = mask.documents is None or mask.documents.are_plain
+    if q_shard == k_shard and lower is None and upper in (None, 0) and plain:
         return tuple(_own_documents(mask, q_shard, upper))
     regions = sorted(_visible(mask, q_shard, k_shard))
     return tuple(_joined(regions))

@@ -15,7 +15,7 @@ So a key has an end, where its document's tree ends, and a query sees the keys o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -25,34 +25,68 @@ from ringflash_kernels.mask import Region, band_of
 
 
 class Documents(NamedTuple):
-    """Documents of a sequence that are more than bounds: see `SequenceMask`.
+    """Documents of a sequence: bounds, and parents and directions if there are any; see `SequenceMask`.
 
     As a tensor (`document_table`) they are (3, num_documents + 1), int32: bounds; parents, then -1; and 1 for documents
     whose queries see all of the document, then 0.
     """
 
     bounds: tuple[int, ...]
-    parents: tuple[int, ...] | None
-    bidirectional: tuple[bool, ...] | None
+    parents: tuple[int, ...] | None = None
+    bidirectional: tuple[bool, ...] | None = None
 
     @classmethod
     def of(cls, values: tuple[int, ...] | Documents | None) -> Documents | None:
-        """Return documents of bounds, if it is not documents already."""
-        return values if values is None or isinstance(values, Documents) else cls(values, None, None)
+        """Return the documents of some bounds."""
+        return values if values is None or isinstance(values, Documents) else cls(values)
 
     @classmethod
-    def from_rows(cls, bounds: list[int], parents: list[int], both: list[int]) -> Documents:
-        """Return the documents of the rows of a table."""
-        return cls(tuple(bounds), tuple(parents[:-1]), tuple(map(bool, both[:-1])))
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Documents:
+        """Return the documents of the rows of a table, or of bounds only."""
+        if len(rows) == 1:
+            return cls(tuple(rows[0]))
+        bounds, (*parents, _), (*both, _) = rows
+        has_parents, has_both = any(parent != -1 for parent in parents), any(both)
+        return cls(tuple(bounds), tuple(parents) if has_parents else None, tuple(map(bool, both)) if has_both else None)
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of the table; only the bounds if there is nothing else."""
-        if self.parents is self.bidirectional is None:
-            return (self.bounds,)
+        """Rows of the table."""
         count = len(self.bounds) - 1
-        parents = self.parents or (-1,) * count
-        return self.bounds, (*parents, -1), (*map(int, self.bidirectional or (0,) * count), 0)
+        return self.bounds, (*(self.parents or (-1,) * count), -1), (*map(int, self.bidirectional or (0,) * count), 0)
+
+    @property
+    def are_plain(self) -> bool:
+        """True if none continues another and none is bidirectional."""
+        return self.parents is self.bidirectional is None
+
+    def plain_bounds(self, user: str) -> tuple[int, ...]:
+        """Return the bounds of documents that are plain.
+
+        Args:
+            user: what can have only such documents.
+        Raises:
+            NotImplementedError: they are not plain.
+        """
+        if not self.are_plain:
+            raise NotImplementedError(
+                f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents or bidirectional "
+                "documents; give each sequence its own document."
+            )
+        return self.bounds
+
+    @property
+    def have_branches(self) -> bool:
+        """True if one continues a document that is not directly before it."""
+        return any(parent not in (-1, index - 1) for index, parent in enumerate(self.parents or ()))
+
+    @property
+    def digest(self) -> str:
+        """The bounds if they are few and there is nothing else; otherwise their number and a checksum of everything."""
+        if self.are_plain and len(self.bounds) <= 8:
+            return str(self.bounds)
+        content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
+        return f"{len(self.bounds)} bounds{'' if self.are_plain else ' with parents'}, checksum {content:08x}"
 
 
 class Run(NamedTuple):
@@ -87,8 +121,18 @@ class SequenceMask:
         if self.cu_seqlens is not None:
             check_cu_seqlens(self.cu_seqlens, self.seqlen)
         check_parents(self.cu_seqlens, self.parents, self.bidirectional)
-        if self.parents is not None and not self.causal:
-            raise ValueError("causal must be True with parents, got False; mark documents as bidirectional instead.")
+        if self.parents is self.bidirectional is None:
+            return
+        if not self.causal:
+            raise ValueError(
+                "causal must be True with parents or bidirectional documents, got False; mark documents that are to "
+                "see all of themselves as bidirectional."
+            )
+        if self.bidirectional is not None and self.window_size[1] > 0:
+            raise ValueError(
+                f"window_size must be (left, 0) or (left, -1) with bidirectional documents, got {self.window_size}; "
+                "only its left side limits what they see."
+            )
 
     @property
     def documents(self) -> Documents | None:
@@ -126,6 +170,11 @@ class SequenceMask:
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[index])
         return tuple(ends)
+
+    @cached_property
+    def has_branches(self) -> bool:
+        """True if a document continues one that is not directly before it: only then a mask can be two-sided."""
+        return self.documents is not None and self.documents.have_branches
 
     @property
     def has_columns(self) -> bool:
@@ -255,11 +304,6 @@ def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
 def cut_into_chunks(bounds: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Cut every document into chunks of `size` tokens: bounds (0, 7, 20) with size 8 become (0, 7, 15, 20)."""
     return (*(cut for start, stop in pairwise(bounds) for cut in range(start, stop, size)), bounds[-1])
-
-
-def digest(values: tuple[int, ...]) -> str:
-    """Return the bounds themselves if there are few, otherwise their number and a checksum."""
-    return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"
 
 
 def _short(values: tuple[int, ...]) -> str:

@@ -50,8 +50,8 @@ def forward(q, k, v, mask, impl="reference_fp8"):
 
 
 def gradients(impl, mask, q, k, v, dout, out, lse, row_max, products):
-    options = {"mask": mask, "fp8_backward": products, "row_max": row_max}
-    return attention_backward(dout, q, k, v, out, lse, impl=impl, **options)
+    impl += {"bf16": "", "fp8_scores": "_scores", "fp8": "_all"}[products]
+    return attention_backward(dout, q, k, v, out, lse, impl=impl, mask=mask, row_max=row_max)
 
 
 @pytest.mark.parametrize("head_dim, products", CHOICES)

@@ -25,6 +25,11 @@ class Forest:
         return tuple(bounds)
 
     @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of `table`."""
+        return self.cu_seqlens, (*self.parents, -1), (*map(int, self.bidirectional), 0)
+
+    @property
     def seqlen(self) -> int:
         return sum(self.lengths)
 
@@ -101,3 +106,23 @@ def block_diffusion(num_blocks: int, size: int) -> Forest:
     """Clean blocks, then the noisy blocks, last one first: noisy block i continues clean block i - 1."""
     parents = [*range(-1, num_blocks - 1), *range(num_blocks - 2, -2, -1)]
     return Forest((size,) * 2 * num_blocks, tuple(parents), (True,) * 2 * num_blocks)
+
+
+TREES = {
+    "rollouts": rollouts(37, [11, 20, 5, 55]),
+    "deep": Forest(
+        (20, 14, 10, 30, 7, 40, 7, 9, 6),
+        (-1, 0, 1, 1, 0, 4, -1, 6, 6),
+        (False, False, True, False, False, True, False, True, False),
+    ),
+    "spans": Forest((24, 10, 16, 3, 16, 12, 20, 5), (-1, 0, 1, 2, 3, 4, -1, 6), (True, False) * 4),
+    "diffusion": block_diffusion(5, 8),
+}
+
+
+def of_lengths(forest: Forest, seqlen: int) -> Forest:
+    """Return a forest stretched or shrunk to another length, of at least one token for each document."""
+    count = len(forest.lengths)
+    cuts = [0, *(round(bound * (seqlen - count) / forest.seqlen) for bound in forest.cu_seqlens[1:])]
+    lengths = tuple(b - a + 1 for a, b in zip(cuts, cuts[1:], strict=False))
+    return Forest(lengths, forest.parents, forest.bidirectional, forest.left)

@@ -1,4 +1,4 @@
-"""Two-sided masks: definition, closure under sharding, schedules. CPU, one process."""
+"""What kernels read of masks of trees, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
 
 from __future__ import annotations
 
@@ -34,16 +34,20 @@ def by_begins(mask) -> torch.Tensor:
     return (rows >= first) & (rows < last) & (keys >= mask.begins()[:, None])
 
 
-def _cases() -> list[Forest]:
-    return [*FAMILIES.values(), *(random_forest(seed, 96) for seed in range(60))]
+def _cases(number: int) -> list[Forest]:
+    return [*FAMILIES.values(), *(random_forest(seed, 96) for seed in range(number))]
 
 
+number_of_forests = pytest.mark.parametrize("number", [8, pytest.param(150, marks=pytest.mark.nightly)])
+
+
+@number_of_forests
 @pytest.mark.parametrize(
     "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
 )
-def test_hops_are_the_mask(cp_size: int, layout: str) -> None:
+def test_hops_are_the_mask(cp_size: int, layout: str, number: int) -> None:
     """Each pair of local rows and keys of every hop is visible if the definition says so, and none is missing."""
-    for forest in _cases():
+    for forest in _cases(number):
         mask, want = sequence_mask(forest), forest.visible()
         positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
         assert mask.num_visible == int(want.sum())
@@ -61,11 +65,12 @@ def test_hops_are_the_mask(cp_size: int, layout: str) -> None:
         assert total == int(want.sum())
 
 
+@number_of_forests
 @pytest.mark.parametrize(
     "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
 )
-def test_gathered_keys_are_the_mask(cp_size: int, layout: str) -> None:
-    for forest in _cases():
+def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> None:
+    for forest in _cases(number):
         mask, want = sequence_mask(forest), forest.visible()
         positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
         for rank in range(cp_size):

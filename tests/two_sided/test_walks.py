@@ -12,9 +12,9 @@ from tests.two_sided.forests import block_diffusion, images, random_forest, roll
 from tests.two_sided.kernel_masks import sequence_mask
 
 
-def _masks() -> list[Mask]:
+def _masks(number: int = 10) -> list[Mask]:
     forests = [rollouts(300, [50, 170, 90, 33]), images([(30, 100)] * 4, left=90), block_diffusion(8, 40)]
-    forests += [random_forest(seed, 480) for seed in range(40)]
+    forests += [random_forest(seed, 480) for seed in range(number)]
     found = [hop.mask for f in forests for hop in schedule.build(sequence_mask(f), 1, 0, "contiguous").hops]
     even = [sequence_mask(f) for f in forests if f.seqlen % 4 == 0]
     found += [hop.mask for mask in even for hop in schedule.build(mask, 2, 1, "zigzag").hops]
@@ -23,8 +23,9 @@ def _masks() -> list[Mask]:
 
 @pytest.mark.parametrize("tile_rows, block", [(128, 64), (32, 16), (192, 128)])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_walks(tile_rows: int, block: int, transposed: bool) -> None:
-    for mask in _masks():
+@pytest.mark.parametrize("number", [6, pytest.param(60, marks=pytest.mark.nightly)])
+def test_walks(tile_rows: int, block: int, transposed: bool, number: int) -> None:
+    for mask in _masks(number):
         mask = mask.cached("transposed", mask.transposed) if transposed else mask
         dense = mask.dense()
         for rows in ((0, mask.seqlen_q), mask.q_span):

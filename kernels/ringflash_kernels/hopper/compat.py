@@ -37,6 +37,7 @@ __all__ = [
     "mbarrier",
     "named_barrier",
     "opaque",
+    "settled",
     "pairs_in_e4m3",
     "publish",
     "reinterpret",
@@ -87,6 +88,17 @@ def opaque(x):
     """Return the number x, such that a buffer with this index has no address that is known before a loop."""
     if MANY_ADDRESSES:
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+    return x
+
+
+@gluon.jit
+def settled(x):
+    """Return the fp32 tensor x, computed before any product that is issued later.
+
+    From 3.9 on LLVM moves arithmetic behind products that do not need it, where the operands of both are alive at once.
+    """
+    if MANY_ADDRESSES:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
     return x
 
 

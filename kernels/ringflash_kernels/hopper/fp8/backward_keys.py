@@ -30,6 +30,7 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     pairs_in_e4m3,
     reinterpret,
+    settled,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -288,7 +289,7 @@ def _step(
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * s_scale - reference)
     p_operand = _as_operand(p, sm)
-    delta = stats.slice(1, 1, dim=0).load(s_layout) * scales[2]
+    delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
     if not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 

@@ -34,6 +34,7 @@ from ringflash_kernels.hopper.compat import (
     largest_of_rows,
     mbarrier,
     reinterpret,
+    settled,
     tma_load,
     tma_store_wait,
     unfused_product,
@@ -65,15 +66,14 @@ from ringflash_kernels.hopper.pipeline import (
     load_q,
     load_state,
     make_barriers,
-    matrices,
     merge_weights,
     nothing_yet,
     over_lanes,
+    own_q,
     pair,
     pass_block,
     pass_turn,
     publish,
-    q_tiles,
     receive,
     received_tile,
     rescaled,
@@ -152,12 +152,11 @@ class Fp8Shared(NamedTuple):
 
 
 class WarpgroupRows(NamedTuple):
-    """Query rows of a warpgroup: Q, the first row, the factor of its scores, and the limits of the visible keys.
+    """Query rows of a warpgroup: the first row, the factor of its scores, and the limits of the visible keys.
 
     Masked blocks compute the keys of each row again, because registers for them would be missing in all blocks.
     """
 
-    q: tuple
     first: int
     scale: float
     problem: Problem
@@ -385,6 +384,7 @@ def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
     row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * per_lane(beta, row_sum)
     first = add_block(acc, beta * v_scale, product, 0, V)
     if len(V.tiles.parts) == 2:
+        first = settled(first)
         product = warpgroup_mma_wait(0, deps=(issue_values(p, v, 1, V),))
         parts = (first, add_block(acc, beta * v_scale, product, 1, V))
     else:
@@ -418,7 +418,7 @@ def step(
     """Process the block at `key` from S to O += P' V, while the other warpgroups' products run."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
+    s = scores(own_q(shared, W, V), record_matrices(tiles_at(shared.k, index, V), V), V)
     pass_turn(kv, W, V)
     factor = rows.scale * scale_of(shared.tails, index, 0)
     v_scale = scale_of(shared.tails, index, 1)
@@ -514,7 +514,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
         q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
-        rows = WarpgroupRows(matrices(q_tiles(shared, W, V), V), row, q_scale * problem.scale, problem, pointers)
+        rows = WarpgroupRows(row, q_scale * problem.scale, problem, pointers)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
