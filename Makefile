@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-all test-newest test-frameworks test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-frameworks test-megatron test-torchtitan test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,25 @@ test-framework-%:
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 $(RELEASE_$*) \
 		-e . pytest pytest-timeout
 	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py
+
+# megatron-core asks for Python 3.12, but runs on 3.11, which CI has.
+test-megatron: override VENV := $(VENV)-megatron
+test-megatron:  ## Compare Megatron-core's own training on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(INSTALL) torch==2.13.0 triton numpy packaging pytest pytest-timeout
+	set -e; for version in 0.17.0 0.19.2; do \
+		$(PIP) --no-compile --no-deps --ignore-requires-python --target $(VENV)/$$version megatron-core==$$version; \
+		PYTHONPATH=$(abspath $(VENV))/$$version $(PYTEST) tests/megatron; \
+	done
+
+# torchtitan 0.3 needs torch 2.14, of which PyPI has only the build for CUDA, with 4 GB of libraries.
+test-torchtitan: override VENV := $(VENV)-torchtitan
+test-torchtitan:  ## Compare torchtitan's own Trainer on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --no-compile torch==2.14.1 torchtitan==0.3.0 pytest pytest-timeout -e '.[torchtitan]'
+	OMP_NUM_THREADS=1 $(PYTEST) tests/torchtitan
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m "gpu or every_kernel"

@@ -28,8 +28,9 @@ from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.documents import cu_seqlens_from_positions
-from ringflash.sequence.layout import granularity, local_positions, shard_sequence, unshard_sequence
+from ringflash.sequence.layout import document_table, granularity, local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
+from ringflash.sequence.trees import SharedPrefixes, share_prefixes, span_documents
 from ringflash.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "Explanation",
     "PaddedBatch",
     "RingAttention",
+    "SharedPrefixes",
     "align_units",
     "apply_sinks",
     "average_gradients",
@@ -49,6 +51,7 @@ __all__ = [
     "check_wrapped",
     "cu_seqlens_from_positions",
     "disable_ring",
+    "document_table",
     "explain",
     "granularity",
     "local_positions",
@@ -61,6 +64,8 @@ __all__ = [
     "set_comm_sms",
     "set_timeout",
     "shard_sequence",
+    "share_prefixes",
+    "span_documents",
     "unshard_sequence",
     "wrap_attention",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
+from ringflash.attention.inputs import autocast, differentiate_alike, documents_of
 from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
@@ -31,6 +31,7 @@ from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
 from ringflash.huggingface.recurrent_layers import use_sequence_order
+from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
 from ringflash.huggingface.validation import (
     attention_modules,
     check_adapters,
@@ -42,9 +43,11 @@ from ringflash.huggingface.validation import (
     check_rope,
     chunk_size,
     find_base,
+    find_decoder,
     find_static_error,
+    takes_spans,
 )
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
@@ -78,7 +81,6 @@ def set_group(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> None:
     """Give one model its group and options, which are stored on its attention modules.
 
@@ -103,11 +105,8 @@ def set_group(
             f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
         )
     granularity(1, layout)
-    options = ModelRing(
-        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-        fp8_backward=fp8_backward,
-    )  # fmt: skip
-    modules = attention_modules(model)
+    options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
+    modules = attention_modules(find_decoder(model))
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
@@ -121,7 +120,8 @@ def set_group(
     for module in modules:
         check_attention_class(module)
         check_layer_type(module)
-        check_direction(module)
+        if not takes_spans(model):  # by which transformers' own masks go; checked in each call
+            check_direction(module)
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, inputs)
@@ -135,11 +135,11 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse the layout "balanced" for layers that attend in chunks: it balances the work of whole documents."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
     for module in modules:
-        if layout == "balanced" and chunk_size(module) is not None:
+        if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
-                f"layout must not be 'balanced' for layers that attend in chunks, got it for {type(module).__name__}; "
+                f"layout must not be {layout!r} for layers that attend in chunks, got it for {type(module).__name__}; "
                 "use 'zigzag'."
             )
 
@@ -165,22 +165,29 @@ def _pass_padding_mask(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **geometry: Any,
-) -> Tensor | None:
-    """Return a 2-D mask as it is; no mask is built. The attention knows the group and rejects zeros on every rank.
+) -> Tensor | LayerSpans | None:
+    """Return a 2-D mask as it is, and what the mask function says of spans; no mask is built.
+
+    The attention knows the group, and rejects zeros on every rank.
 
     Args:
-        mask_function: rejected if it is anything but causal, windowed or full. A model's overlay functions set
-            use_vmap; blocks of tokens that see one another (PaliGemma's prefix) do not, but are the last `or`.
+        mask_function: rejected if it is anything but causal, windowed or full, with spans (`read_spans`).
         geometry: lengths and offsets, which the attention derives from positions.
     """
-    plain = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
-    if use_vmap or getattr(mask_function, "__name__", "") not in plain:
+    if not use_vmap and getattr(mask_function, "__name__", "") in (
+        "causal_mask_function",
+        "bidirectional_mask_function",
+    ):
+        return attention_mask  # without the graph break of `read_spans`
+    found = read_spans(mask_function, use_vmap, attention_mask)
+    if found is not None and getattr(config, "model_type", "").startswith("molmo2"):
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, got one that the model changes; leave "
-            "token_type_ids out if the model takes them, or use another attn_implementation for this model."
+            "mm_token_type_ids must not be given to Molmo 2 on a ring, whose images all see one another, got some; "
+            "leave them out for text, or use another model."
         )
-    return attention_mask
+    return attention_mask if found is None else found
 
 
 def _attend(
@@ -188,7 +195,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LayerSpans | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -208,14 +215,18 @@ def _attend(
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
     options = _options(module)
-    causal = _is_causal(module) if is_causal is None else is_causal
-    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
+    spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
+    mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
+    causal = spans is not None or (_is_causal(module) if is_causal is None else is_causal)
+    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans)
     inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
-        check_consistency(options, query, attention_mask, positions, cu_seqlens, checksum, inputs, error)
+        check_consistency(options, query, mask, positions, cu_seqlens, checksum, inputs, error, spans)
     elif error is not None:
         raise error
+    if spans is not None and spans.use is Use.NONE:
+        cu_seqlens = without_directions(cu_seqlens)
     # Under autocast, rotary embeddings return q and k in fp32, but v is in the low dtype.
     query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
@@ -276,7 +287,7 @@ def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) 
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
     try:
-        documents = document_bounds(cu_seqlens, q)
+        documents = documents_of(cu_seqlens, q).bounds  # plain ones: `find_static_error`
         check_cu_seqlens(documents, seqlen)
     except ValueError:
         return cu_seqlens

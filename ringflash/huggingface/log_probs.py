@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.batch import prepare_batch
+from ringflash.huggingface.batch import prepare_batch, within_documents
 from ringflash.sequence.layout import unshard_sequence
 from ringflash.sequence.padding import pad_sequence
 
@@ -38,8 +38,8 @@ def log_probs(
         group: the model's group (`set_group`); None for one process.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, on the right of a row or, with cu_seqlens, of
             a document.
-        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0; batch must
-            then be 1.
+        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents, whose positions count from 0, or a table of
+            `ringflash.document_table`; batch must then be 1.
         temperature: divisor of the logits.
         layout: the model's layout (`set_group`).
         return_entropy: also return the entropy of the distribution of each token's successor.
@@ -53,18 +53,17 @@ def log_probs(
         NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
     Numerics: as `ringflash.loss.token_log_probs`.
     """
-    batch, problem = None, None
+    batch, real, problem = None, None, None
     try:
-        batch = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
+        batch, real = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
     except ValueError as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
     agree(group, call, problem, input_ids.device)
     assert batch is not None  # agree has raised the problem
-    seqlen = input_ids.shape[1]
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
-    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, :seqlen] for x in found]
+    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
     return (whole[0], whole[1]) if return_entropy else whole[0]
 
 
@@ -75,19 +74,22 @@ def _prepare(
     cu_seqlens: Tensor | None,
     temperature: float,
     layout: str,
-) -> dict[str, Any]:
-    """Return this rank's shard of the padded batch."""
+) -> tuple[dict[str, Any], Tensor]:
+    """Return this rank's shard of the padded batch, and for each column of it True unless it is padding."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}; leave it out for 1.")
     process_group = resolve(group)
     cp_size = 1 if process_group is None else process_group.size()
-    tokens, _, bounds, _ = pad_sequence(input_ids, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout)
+    numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
+    assert columns is not None
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    mask = pad_sequence(mask, cp_size=cp_size, layout=layout).tokens
+    mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
     batch = prepare_batch(
         tokens, group=group, cu_seqlens=bounds, attention_mask=mask, layout=layout, position_ids=positions
     )
     if cu_seqlens is None:
-        return {**batch, "length": input_ids.shape[1]}
-    return {**batch, "length": int(cu_seqlens.diff().max()), "columns": batch["position_ids"]}
+        return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
+    length = 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())
+    return {**batch, "length": length, "columns": batch["position_ids"]}, columns[0] >= 0

@@ -139,7 +139,7 @@ def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(ctx: Context) -> None:
             ringflash.ring_attention(x, x, x, group=mesh)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "documents"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2, 3)
 def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
@@ -150,8 +150,9 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
     shape = [3, 5]
     shape.insert(dim, 4 * ctx.size)
     whole = torch.arange(60.0 * ctx.size, dtype=torch.float64).reshape(shape)
-    shard = ringflash.shard_sequence(whole, ctx.group, dim, layout).requires_grad_()
-    again = ringflash.unshard_sequence(shard, ctx.group, dim, layout)
+    bounds = torch.tensor([0, 2 * ctx.size, 4 * ctx.size])
+    shard = ringflash.shard_sequence(whole, ctx.group, dim, layout, bounds).requires_grad_()
+    again = ringflash.unshard_sequence(shard, ctx.group, dim, layout, bounds)
     assert torch.equal(again, whole)
     gradient = whole * (ctx.rank + 1)
     again.backward(gradient)

@@ -85,6 +85,7 @@ def shard_parameters(ring: torch.nn.Module, ctx: Context) -> None:
         ("packed", "zigzag", False),
         ("packed", "contiguous", False),
         ("packed", "balanced", False),
+        ("packed", "documents", False),
         ("padded", "zigzag", True),
     ],
 )

@@ -86,7 +86,6 @@ def run(
     impl: str,
     *,
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> dict[str, torch.Tensor]:
     """out, dq, dk and dv of this rank by `ring_attention`, and lse if the loss sees it."""
     q, k, v = (strided(shard(ctx, case, x), case.strides).requires_grad_() for x in whole[:3])
@@ -95,7 +94,7 @@ def run(
         q, k, v, group=ctx.group, causal=case.causal, window_size=case.window_size(chunk),
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
         softmax_scale=case.softmax_scale, layout=case.layout, impl=impl, return_lse=case.lse_gradient,
-        deterministic=deterministic, fp8_backward=fp8_backward, transport=case.transport,
+        deterministic=deterministic, transport=case.transport,
     )  # fmt: skip
     dout = shard(ctx, case, whole.dout)
     if case.strides == "expanded_dout":

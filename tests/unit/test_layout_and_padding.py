@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -37,6 +38,8 @@ def test_worked_examples() -> None:
     documents = torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32)  # the longest is cut, with its ends on rank 0
     held = [ringflash.local_positions(12, 2, rank, "balanced", documents).tolist() for rank in range(2)]
     assert held == [[0, 5, 6, 7, 10, 11], [1, 2, 3, 4, 8, 9]]
+    documents = torch.tensor([0, 4, 12], dtype=torch.int32)
+    assert ringflash.local_positions(12, 2, 1, "documents", documents).tolist() == [1, 2, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,6 +60,11 @@ def test_one_process_holds_everything(layout: str) -> None:
         ((13, 4, 0, "balanced"), r"seqlen must be divisible by cp_size \(4\), got 13; pad to 16"),
         ((16, 4, 0, "balanced"), "cu_seqlens must be given with layout='balanced', got None; pass the bounds"),
         ((16, 4, 0, "balanced", torch.tensor([0, 8])), r"cu_seqlens must end at the global .* \(16\), got 8"),
+        ((16, 4, 0, "documents"), "cu_seqlens must be given with layout='documents', got None; pass the bounds"),
+        (
+            (24, 2, 0, "documents", torch.tensor([0, 8, 14, 24])),
+            r"divisible by 2 \* cp_size \(4\) with layout='documents', got 6 tokens from 8; pad each \(pad_sequence",
+        ),
         ((16, 4, 0, "braided"), "layout must be one of .*, got 'braided'; zigzag"),
     ],
 )
@@ -110,6 +118,28 @@ def test_padding_changes_nothing(layout: str, bounds: list[int] | None, causal: 
         assert (
             padded.cu_seqlens.tolist() == [*bounds, padded.tokens.shape[1]] and padded.cu_seqlens.dtype == torch.int32
         )
+
+
+def test_padding_of_each_document_changes_nothing() -> None:
+    tokens = torch.randint(1, 32, (1, 13), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 3, 4, 12, 13], dtype=torch.int32)
+    pad = functools.partial(ringflash.pad_sequence, cp_size=2, layout="documents", multiple_of=2)
+    labels = shift_labels(tokens, cu_seqlens)
+    positions = torch.tensor([[0, 1, 2, 0, *range(8), 0]])
+    padded = pad(tokens, labels, cu_seqlens, position_ids=positions)
+    assert ringflash.cu_seqlens_from_positions(padded.position_ids).tolist() == [0, 8, 16, 24, 32]
+    assert padded.cu_seqlens.tolist() == [0, 8, 16, 24, 32] and padded.cu_seqlens.dtype == torch.int32
+    assert torch.equal(padded.tokens[0, 16:24], tokens[0, 4:12]) and padded.tokens[0, 3:8].eq(0).all()
+    assert_close(train(*padded[:3], True), train(tokens, labels, cu_seqlens, True))
+    assert pad(*padded[:3]).tokens is padded.tokens
+    for arguments, message in (
+        ((tokens,), "cu_seqlens must be given to pad each document, got None"),
+        ((tokens, None, cu_seqlens[:-1]), r"cu_seqlens must end at the global sequence length \(13\), got 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pad(*arguments)
+    with pytest.raises(ValueError, match=r"multiples of 8 if attention is not causal, got \[3, 1, 8, 1\]"):
+        pad(tokens, labels, cu_seqlens, causal=False)
 
 
 def test_padding_nothing_returns_the_same() -> None:
