@@ -61,13 +61,13 @@ test-frameworks: test-framework-verl test-framework-swift test-framework-automod
 
 RELEASE_verl = verl==0.9.1
 RELEASE_swift = ms-swift==4.6.0
-RELEASE_automodel = nemo-automodel==0.7.0 triton==3.6.0
+RELEASE_automodel = nemo-automodel==0.7.0
 
 test-framework-%:
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
-	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 $(RELEASE_$*) \
-		-e . pytest pytest-timeout
+	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 triton==3.6.0 \
+		$(RELEASE_$*) pytest pytest-timeout -e .
 	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py
 
 # megatron-core asks for Python 3.12, but runs on 3.11, which CI has.

@@ -85,7 +85,8 @@ def wanted(data: Path) -> torch.Tensor:
 def test_swift_equals_one_process(data: Path, wanted: torch.Tensor, num_ranks: int, rows: int) -> None:
     """A ring of two with the same rows, and two rings with half of them each: in all, the same batches."""
     assert wanted.shape == (3, 2)
-    got = torch.tensor(train(data, num_ranks, rows, *PLUGIN, **RING))
+    rings = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(num_ranks // 2)}
+    got = torch.tensor(train(data, num_ranks, rows, *PLUGIN, **RING, **rings))
     torch.testing.assert_close(got, wanted, rtol=RTOL, atol=0)
 
 
