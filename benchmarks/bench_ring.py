@@ -25,7 +25,6 @@ import re
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,8 +55,6 @@ ROWS = (
 def main() -> None:
     """Time the rows and write them."""
     options = arguments()
-    # Newer torch deprecates the exchange of a peer, Ulysses, in every process.
-    warnings.filterwarnings("ignore", message=r".*all_to_all_single is deprecated", category=FutureWarning)
     device = join(options.toy)
     assert dist.group.WORLD is not None
     rows = [row for row in (TOY if options.toy else ROWS) if is_asked_for(row, options.rows)]
@@ -67,7 +64,7 @@ def main() -> None:
         every = CONTENDERS | (PROBES if options.probes else {})
         ideals = IDEALS_BY_HEADS if options.ideal == "heads" else IDEALS
         entries = ideals | {name: build for name, build in every.items() if re.search(options.contenders, name)}
-        setting = Setting(row, dist.group.WORLD, device, dtype, options.impl, options.fp8_backward)
+        setting = Setting(row, dist.group.WORLD, device, dtype, options.impl)
         results += bench(setting, entries, options.rounds, options.sample_ms)
         if dist.get_rank() == 0:
             for result in results[-2:]:
@@ -92,7 +89,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", default="", help="only contenders in whose name this pattern is found")
     parser.add_argument("--ideal", choices=("whole", "heads"), default="whole", help="what 100%% is, see above")
     parser.add_argument("--impl", default="auto", help="kernel of ours and of the ideal, see above (%(default)s)")
-    parser.add_argument("--fp8_backward", default="bf16", help="products of the backward in e4m3 (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
     parser.add_argument("--probes", action="store_true", help="also time rings without messages or copies")

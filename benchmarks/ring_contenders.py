@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.nn.functional import all_to_all_single
 
 import ringflash
 from benchmarks import flash_attn_4_as_2
@@ -23,6 +22,7 @@ from benchmarks.bench_kernels import document_bounds
 from ringflash.comm.transport import Pending, PointToPoint
 from ringflash.comm.transport.copies import Copies
 from ringflash.sequence.layout import chunks_of_rank
+from ringflash_kernels.api import rounds
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 DOCUMENTS = {  # kinds of packed documents: fewest and most tokens, log-uniform
@@ -55,13 +55,11 @@ class Setting(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     impl: str = "auto"
-    fp8_backward: str = "bf16"
 
     @property
     def name(self) -> str:
         """Name of the row, with the kernel if it is not exact."""
-        fp8 = f", {self.impl} with backward {self.fp8_backward}" if self.impl.endswith("_fp8") else ""
-        return f"{self.row}{fp8}"
+        return f"{self.row}, {self.impl}" if rounds(self.impl) else str(self.row)
 
     def inputs(
         self, *, whole: bool = False, num_kv_heads: int | None = None, head_ranks: int = 1
@@ -175,7 +173,7 @@ def _nothing_sent() -> AbstractContextManager:
 
 def kernels_alone(setting: Setting) -> Built | str:
     """Build `ours` without messages; the difference to NCCL is the cost of its communication. Results are wrong."""
-    if setting.impl.endswith("_fp8"):
+    if rounds(setting.impl):
         return "is for K/V that travel as they are"
     transport = "gloo" if setting.device.type == "cpu" else "nccl"
     return Built(_ours(setting, setting.group, transport), setting.inputs(), _nothing_sent)
@@ -279,7 +277,7 @@ PROBES: dict[str, Callable[[Setting], Built | str]] = {
 
 
 def _ours(setting: Setting, group: dist.ProcessGroup | None, transport: str, layout: str = "zigzag") -> Attention:
-    options = {**setting.mask(), "layout": layout, "impl": setting.impl, "fp8_backward": setting.fp8_backward}
+    options = {**setting.mask(), "layout": layout, "impl": setting.impl}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = ringflash.ring_attention(q, k, v, group=group, transport=transport, **options)
@@ -307,16 +305,32 @@ def _flash_attn_4(setting: Setting) -> Attention:
     return call
 
 
+class _AllToAll(torch.autograd.Function):
+    """Exchange of equal parts between all ranks; its gradient is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _AllToAll.forward(ctx, gradient.contiguous(), ctx.group), None
+
+
 def _to_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(1, tokens / size, heads, head_dim) -> (1, tokens, heads / size, head_dim)."""
     size, (_, rows, heads, dim) = group.size(), x.shape
     sent = x.view(rows, size, heads // size, dim).transpose(0, 1).contiguous()
-    return all_to_all_single(torch.empty_like(sent), sent, group=group).view(1, size * rows, heads // size, dim)
+    received: torch.Tensor = _AllToAll.apply(sent, group)
+    return received.view(1, size * rows, heads // size, dim)
 
 
 def _to_tokens(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(1, tokens, heads / size, head_dim) -> (1, tokens / size, heads, head_dim)."""
     size, (_, tokens, heads, dim) = group.size(), x.shape
     sent = x.reshape(size, tokens // size, heads, dim).contiguous()
-    came = all_to_all_single(torch.empty_like(sent), sent, group=group)
-    return came.transpose(0, 1).reshape(1, tokens // size, size * heads, dim)
+    received: torch.Tensor = _AllToAll.apply(sent, group)
+    return received.transpose(0, 1).reshape(1, tokens // size, size * heads, dim)

@@ -338,7 +338,7 @@ def loss_curves_on_gpus() -> str:
         "loss_curves_h200": "four H200s",
         "loss_curves_8xh200": "eight H200s",
         "loss_curves_2xh200": "two H200s",
-        "loss_curves_fp8_2xh200": 'two H200s in FP8, `fp8_backward="fp8"`',
+        "loss_curves_fp8_2xh200": "two H200s in FP8, `hopper_fp8_all`",
     }
     rows = []
     for name, machine in names.items():

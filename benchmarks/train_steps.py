@@ -8,8 +8,8 @@ Other flags than those below are passed to the recipe. Its model, memory, strate
 steps at the warm-up length compile and allocate. The last step of each length is also traced, on the first GPU and
 without the host's operators; compare it with the earlier steps for the overhead of tracing. `--document_tokens` packs
 each sequence with documents of this length; by default, a sequence is one document. `--waits` adds a step in which
-waits of the ring are measured, which prevents overlap. `--attention hopper,hopper_fp8:fp8` takes each step once with
-each kernel, in turns: IMPL or IMPL:FP8_BACKWARD. The results are saved after every step. On CPUs nothing is traced.
+waits of the ring are measured, which prevents overlap. `--attention hopper,hopper_fp8_all` takes each step once with
+each kernel, in turns. The results are saved after every step. On CPUs nothing is traced.
 """
 
 from __future__ import annotations
@@ -202,13 +202,9 @@ class StepTimes(lightning.Callback):
     @staticmethod
     def _attend_by(kernel: str, trainer: lightning.Trainer, module: CausalLM) -> None:
         if kernel:
-            impl, _, fp8_backward = kernel.partition(":")
             assert module.model is not None
             strategy = strategy_of(trainer)
-            huggingface.set_group(
-                module.model.model, strategy.cp_group, layout=strategy.layout, impl=impl,
-                fp8_backward=fp8_backward or "bf16",
-            )  # fmt: skip
+            huggingface.set_group(module.model.model, strategy.cp_group, layout=strategy.layout, impl=kernel)
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Mark the end of the backward in a trace with an empty kernel."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe
-from benchmarks.studies.fp8_layers import EXACT, Choice, forward, gradients
+from benchmarks.studies.fp8_layers import EXACT, forward, gradients
 from ringflash_kernels.fp8_reference import HEAD_DIMS
 
 SEQLEN, NUM_HEADS, NUM_KV_HEADS = 2048, 4, 2
@@ -43,7 +43,7 @@ def measure(head_dim: int, *, outliers: bool, impl: str, device: str) -> dict[st
         for i, heads in enumerate((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS))
     )
     found = []
-    for choice in (Choice(impl), EXACT):
+    for choice in (impl, EXACT):
         state = forward(q, k, v, choice)
         found.append([x.double() for x in (*state[:2], *gradients(dout, q, k, v, *state, choice))])
     (out, lse, *grads), (exact, exact_lse, *exact_grads) = found

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringflash_kernels.api import attention_backward, attention_forward
+from ringflash_kernels.api import attention_backward, attention_forward, needs_row_max
 
 TENSORS = ("out", "dq", "dk", "dv")
 
 
-class Choice(NamedTuple):
-    """Implementation of attention, and the products of its backward if it is an FP8 one; as in the kernels' api."""
-
-    impl: str
-    fp8_backward: str = "bf16"
-
-
-EXACT = Choice("exact")  # the reference in fp64, of operands in any dtype
+Choice = str  # an implementation, as in the kernels' api
+EXACT = "exact"  # the reference in fp64, of operands in any dtype
 
 
 class Attention(torch.autograd.Function):
@@ -43,10 +37,10 @@ class Attention(torch.autograd.Function):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, choice: Choice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return out, lse and, for the backward "fp8", the largest score of each row."""
+    """Return out, lse and, for a backward that needs it, the largest score of each row."""
     impl, (q, k, v) = _taken(choice, q, k, v)
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
-    row_max = torch.empty_like(lse) if choice.fp8_backward == "fp8" else None
+    row_max = torch.empty_like(lse) if needs_row_max(choice) else None
     out, lse = attention_forward(q, k, v, impl=impl, causal=True, lse=lse, row_max=row_max)
     return out, lse, row_max
 
@@ -56,14 +50,12 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv, in fp64 if they are exact."""
     impl, operands = _taken(choice, dout, q, k, v)
-    return attention_backward(
-        *operands, out, lse, impl=impl, causal=True, fp8_backward=choice.fp8_backward, row_max=row_max
-    )
+    return attention_backward(*operands, out, lse, impl=impl, causal=True, row_max=row_max)
 
 
 def _taken(choice: Choice, *operands: Tensor) -> tuple[str, tuple[Tensor, ...]]:
     """Return the implementation by its name in the kernels' api, and what it takes."""
-    return ("reference", tuple(x.double() for x in operands)) if choice == EXACT else (choice.impl, operands)
+    return ("reference", tuple(x.double() for x in operands)) if choice == EXACT else (choice, operands)
 
 
 def errors(model: Any, tokens: Tensor, choices: dict[str, Choice]) -> dict[str, Any]:

@@ -36,11 +36,11 @@ from recipes.lightning.text import SEPARATOR, VOCAB_SIZE, is_held_out, text_file
 CUDA = torch.cuda.is_available()
 BF16, FP8 = ("hopper", "hopper_fp8") if CUDA else ("reference", "reference_fp8")
 CHOICES = {
-    "bf16": Choice(BF16),
-    "bf16 again": Choice(BF16),
-    "FP8, backward bf16": Choice(FP8, "bf16"),
-    "FP8, backward fp8_scores": Choice(FP8, "fp8_scores"),
-    "FP8, backward fp8": Choice(FP8, "fp8"),
+    "bf16": BF16,
+    "bf16 again": BF16,
+    "FP8, backward bf16": FP8,
+    "FP8, backward fp8_scores": f"{FP8}_scores",
+    "FP8, backward fp8": f"{FP8}_all",
 }
 VARIANTS = {"with QK-norm": True, "without QK-norm": False}
 NUM_POINTS = 60  # of a curve in the results

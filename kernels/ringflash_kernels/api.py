@@ -4,8 +4,9 @@
         "flash2"         torch's FlashAttention-2 operators, CUDA, fp16 and bf16
         "fa4"            flash-attn-4 if it is installed, compute capability 9.x and 10.x, fp16 and bf16
         "hopper"         our kernels for compute capability 9.0, fp16 and bf16
-        "hopper_fp8"     our kernels on operands rounded to e4m3: faster, not exact, only on request
-        "reference_fp8"  eager, any device: the specification of hopper_fp8
+        "hopper_fp8"     our kernels on operands rounded to e4m3: faster, not exact, only on request. The backward
+                         multiplies in bf16; in e4m3 dout v^T with "hopper_fp8_scores", all with "hopper_fp8_all"
+        "reference_fp8"  eager, any device: the specification of hopper_fp8; also with "_scores" and "_all"
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import functools
 import importlib
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,13 +33,21 @@ _MODULES = {
     "reference": "ringflash_kernels.reference",
     "fa4": "ringflash_kernels.flash4",
     "hopper_fp8": "ringflash_kernels.hopper.fp8.implementation",
+    "hopper_fp8_scores": "ringflash_kernels.hopper.fp8.implementation",
+    "hopper_fp8_all": "ringflash_kernels.hopper.fp8.implementation",
     "reference_fp8": "ringflash_kernels.fp8_reference",
+    "reference_fp8_scores": "ringflash_kernels.fp8_reference",
+    "reference_fp8_all": "ringflash_kernels.fp8_reference",
 }
 
 IMPLS = tuple(_MODULES)
 KEYS_OF_RECORD = BLOCK_K  # keys of a head whose K and V are rounded to e4m3 together; `record_bytes` is their size
 _AUTOMATIC = ("hopper", "flash2", "reference")  # the choices of "auto", fastest first
-_ROUNDED = ("hopper_fp8", "reference_fp8")  # not exact: never proposed in place of another
+_ROUNDED = {  # products of the backward in e4m3, by implementation; not exact: never proposed in place of another
+    f"{name}_fp8{suffix}": products
+    for name in ("hopper", "reference")
+    for suffix, products in (("", "bf16"), ("_scores", "fp8_scores"), ("_all", "fp8"))
+}
 
 
 def hopper_environment_error() -> str:
@@ -131,7 +140,7 @@ def attention_forward(
         out: tensor to write the result to, in the dtype of q or of acc; may be acc itself. Default: a new one.
         lse: (batch, num_heads, seqlen_q), fp32 (fp64 for fp64): updated in place with `acc`, overwritten without.
         row_max: as lse; receives an upper bound of each row's scores, close to the largest, for `begin_backward`;
-            updated in place with `acc`. Only for impl "hopper_fp8" and "reference_fp8".
+            updated in place with `acc`. Only for an impl that `rounds`.
     Returns:
         out: as q, as wide as v.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
@@ -162,7 +171,6 @@ def begin_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
     row_max: torch.Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
@@ -172,10 +180,7 @@ def begin_backward(
             (fp64 for fp64). out and lse are results over all keys, not of one hop.
         num_kv_heads: heads of the keys to come. Needed in FP8, whose buffers are allocated here.
         deterministic: repeated calls give bitwise equal gradients.
-        fp8_backward: products of the backward in e4m3 (`check_fp8_backward`): "bf16" none, "fp8_scores" dout v^T,
-            "fp8" all.
-        row_max: the tensor that `attention_forward` wrote. "fp8" needs it, or probabilities of long rows would round
-            to 0.
+        row_max: the tensor that `attention_forward` wrote, for an impl that `needs_row_max`.
     Raises:
         ValueError, NotImplementedError: as `attention_backward`.
     """
@@ -185,12 +190,12 @@ def begin_backward(
         raise ValueError(f"num_kv_heads must be given with impl {impl!r}, got None; pass k.shape[2].")
     num_kv_heads = num_kv_heads or q.shape[2]
     _check_groups(q, num_kv_heads)
-    check_fp8_backward(impl, fp8_backward, q.shape[-1], deterministic)
+    check_backward(impl, q.shape[-1], deterministic)
     if row_max is not None:
         _checked_row_max(impl, lse, row_max)
     return begin_checked_backward(
         dout, q, out, lse, impl=impl, num_kv_heads=num_kv_heads, softmax_scale=_scale(q, softmax_scale), dlse=dlse,
-        deterministic=deterministic, fp8_backward=fp8_backward, row_max=row_max,
+        deterministic=deterministic, row_max=row_max,
     )  # fmt: skip
 
 
@@ -205,7 +210,6 @@ def begin_checked_backward(
     softmax_scale: float,
     dlse: torch.Tensor | None,
     deterministic: bool,
-    fp8_backward: str,
     row_max: torch.Tensor | None,
 ) -> BackwardPass:
     """Start a backward pass as `begin_backward` does, with inputs that the caller has checked.
@@ -213,8 +217,9 @@ def begin_checked_backward(
     All that the pass keeps is allocated here, on the current stream. Its `add` and `finish` may run on others, if this
     stream waits for them before the pass is dropped.
     """
-    rounded = {"num_kv_heads": num_kv_heads, "products": fp8_backward, "row_max": row_max}
-    options = rounded if impl in _ROUNDED else {}
+    options: dict[str, Any] = {}
+    if impl in _ROUNDED:
+        options = {"num_kv_heads": num_kv_heads, "products": _ROUNDED[impl], "row_max": row_max}
     begin = kernels_of(impl).begin_backward
     return begin(dout, q, out, lse, softmax_scale=softmax_scale, dlse=dlse, deterministic=deterministic, **options)
 
@@ -229,21 +234,23 @@ def rounds(impl: str) -> bool:
     return impl in _ROUNDED
 
 
-def check_fp8_backward(impl: str, fp8_backward: str, head_dim: int, deterministic: bool) -> None:
-    """Check that an implementation has this backward: only "hopper_fp8" and "reference_fp8" have products in e4m3.
+def needs_row_max(impl: str) -> bool:
+    """Return True if the backward needs the row maxima, or probabilities of long rows would round to 0."""
+    return _ROUNDED.get(impl) == "fp8"
 
-    Both compute the scores from the quantised operands of the forward, with every value of `fp8_backward`.
 
-    Raises:
-        ValueError: a value that is unknown, or that the implementation would have to ignore.
-        NotImplementedError: head_dim 256, or `deterministic`, with products in e4m3.
-    """
+def check_backward(impl: str, head_dim: int, deterministic: bool) -> None:
+    """Raise NotImplementedError for head_dim 256, or `deterministic`, with products of the backward in e4m3."""
     if impl in _ROUNDED:
-        check_products(fp8_backward, head_dim, deterministic)
-    elif fp8_backward != "bf16":
-        raise ValueError(
-            f"fp8_backward must be 'bf16' with impl={impl!r}, got {fp8_backward!r}; leave it out, or use an FP8 impl: "
-            f"one of {_ROUNDED}."
+        check_products(_ROUNDED[impl], head_dim, deterministic)
+
+
+def check_branches(impl: str) -> None:
+    """Raise NotImplementedError unless an implementation takes masks that are two-sided (`Mask.is_two_sided`)."""
+    if impl in ("hopper", "hopper_fp8"):
+        raise NotImplementedError(
+            f"documents must not branch (one continued by several, or by one that is not next) with impl={impl!r}, got "
+            "parents that do; use impl='flash2'."
         )
 
 
@@ -274,7 +281,6 @@ def attention_backward(
     softmax_scale: float | None = None,
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
     row_max: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of `attention_forward` in one call.
@@ -291,7 +297,7 @@ def attention_backward(
     implementation(impl, q, k, v)
     backward = begin_backward(
         dout, q, out, lse, impl=impl, num_kv_heads=k.shape[2], softmax_scale=softmax_scale, dlse=dlse,
-        deterministic=deterministic, fp8_backward=fp8_backward, row_max=row_max,
+        deterministic=deterministic, row_max=row_max,
     )  # fmt: skip
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     backward.add(k, v, mask, dk, dv, accumulate=False)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
 from ringflash_kernels.mask import Mask
@@ -16,7 +17,7 @@ from ringflash_kernels.mask import Mask
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16 or bf16)"
@@ -30,15 +31,15 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
     merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
@@ -47,9 +48,7 @@ def forward(
 class Flash2Backward(MergedBackward):
     """Gradients by torch's operator, hop by hop; see `api.begin_backward`."""
 
-    def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one operator call."""
         dq, dk, dv = self._flash(self.dout, self.out, k, v, call)
         if self.dlse is not None:
@@ -57,7 +56,7 @@ class Flash2Backward(MergedBackward):
             dq, dk = dq.float() + lse_dq, dk.float() + lse_dk
         return dq, dk, dv
 
-    def _lse_gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _lse_gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         """Return the gradients dq and dk through lse: dS = P dlse.
 
         The operator computes dS = P (dout v^T - rowsum(dout * out)) and takes no dlse. With unit values, dlse as
@@ -70,9 +69,7 @@ class Flash2Backward(MergedBackward):
         dq, dk, _ = self._flash(dout, torch.zeros_like(self.q), k, unit, call)
         return dq, dk
 
-    def _flash(
-        self, dout: torch.Tensor, out: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _flash(self, dout: Tensor, out: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         rows = call.rows
         dout, q, out, lse = dout[:, rows], self.q[:, rows], out[:, rows], self.lse[..., rows]
         cum_q, cum_k, max_q, max_k = call.lengths(q.device)
@@ -92,9 +89,7 @@ class Flash2Backward(MergedBackward):
 begin_backward = Flash2Backward
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
     cum_q, cum_k, max_q, max_k = call.lengths(q.device)
     if call.is_packed:
         q, k, v = (x.squeeze(0) for x in (q, k, v))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
 from ringflash_kernels.mask import Mask
@@ -18,7 +19,7 @@ _CAPABILITIES = (9, 10)
 _HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16 or bf16)"
@@ -34,15 +35,15 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
     merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
@@ -51,9 +52,7 @@ def forward(
 class Flash4Backward(MergedBackward):
     """Gradients by flash-attn-4, hop by hop; see `api.begin_backward`."""
 
-    def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one operator call."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
@@ -74,9 +73,7 @@ class Flash4Backward(MergedBackward):
 begin_backward = Flash4Backward
 
 
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: FlashCall, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     if call.is_packed:

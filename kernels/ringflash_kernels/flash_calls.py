@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash_kernels.mask import Mask, Region, check_capture
@@ -33,14 +34,14 @@ class FlashCall:
     window: tuple[int, int]
     q_bounds: tuple[int, ...]
     k_bounds: tuple[int, ...]
-    _cum: tuple[torch.Tensor, torch.Tensor] | None = None
+    _cum: tuple[Tensor, Tensor] | None = None
 
     @property
     def is_packed(self) -> bool:
         """True if the call holds several documents."""
         return len(self.q_bounds) > 2
 
-    def lengths(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None, int, int]:
+    def lengths(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
         """Return cu_seqlens of queries and keys, int32 (None for a single document), and the longest lengths."""
         max_q, max_k = (max(b - a for a, b in pairwise(x)) for x in (self.q_bounds, self.k_bounds))
         if not self.is_packed:
@@ -71,20 +72,20 @@ def _new_calls(mask: Mask, *, joined: bool) -> list[FlashCall]:
     return [run.call() for run in runs]
 
 
-Flash = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, FlashCall, float], tuple[torch.Tensor, torch.Tensor]]
+Flash = Callable[[Tensor, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor]]
 
 
 def merged_forward(
     flash: Flash,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None,
 ) -> None:
     """Compute `api.attention_forward` by calls of `flash`, which returns (out, lse) of one call."""
     if acc is None:
@@ -112,35 +113,24 @@ class MergedBackward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
     ) -> None:
         self.dout, self.q, self.out, self.lse = _widened(dout, q), q, _widened(out, q), lse
         self.softmax_scale, self.dlse, self.deterministic = softmax_scale, dlse, deterministic
         self.dq = torch.zeros_like(q, dtype=torch.float32)
 
-    def gradients(
-        self, k: torch.Tensor, v: torch.Tensor, call: FlashCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of one call; k and v hold only its keys."""
         raise NotImplementedError
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq."""
         total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
         for call in calls(mask, k.shape[0]):
@@ -152,12 +142,12 @@ class MergedBackward:
             dk.copy_(total_k)
             dv.copy_(total_v)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
 
-def _widened(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _widened(x: Tensor, like: Tensor) -> Tensor:
     """Pad v, out or dout to the head_dim of keys: the operators take no other."""
     missing = like.shape[-1] - x.shape[-1]
     return pad(x, (0, missing)) if missing else x

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.merge import merge_
@@ -48,20 +49,20 @@ _MAX_SCORES = 1 << 20  # elements of one block of the score matrix
 class Rows(NamedTuple):
     """Quantised q: values as q in e4m3, scales (batch, num_heads, num_blocks) in fp32."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
+    values: Tensor
+    scales: Tensor
 
 
 class Keys(NamedTuple):
     """Unpacked records: k, v (batch, num_blocks * 128, num_kv_heads, head_dim), scales (batch, num_blocks, heads)."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scales: torch.Tensor
-    v_scales: torch.Tensor
+    k: Tensor
+    v: Tensor
+    k_scales: Tensor
+    v_scales: Tensor
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can."""
     if q.dtype not in _DTYPES:
         return f"dtype {q.dtype} (fp16, bf16 or fp32)"
@@ -80,13 +81,13 @@ def sign_bits() -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(8))
 
 
-def signs(head_dim: int) -> torch.Tensor:
+def signs(head_dim: int) -> Tensor:
     """Return the sign of each column, +1 or -1: (head_dim,), fp32."""
     words = sign_bits()
     return torch.tensor([1.0 - 2.0 * (words[i // 32] >> i % 32 & 1) for i in range(head_dim)], dtype=torch.float32)
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor) -> Tensor:
     """Multiply the rows of x by the signs and the Hadamard matrix of +1 and -1.
 
     Args:
@@ -104,20 +105,20 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def rotate_back(x: torch.Tensor) -> torch.Tensor:
+def rotate_back(x: Tensor) -> Tensor:
     """Invert `rotate`: (..., head_dim), fp32."""
     sign = signs(x.shape[-1]).to(x.device)
     return rotate(x.float() * sign) * (sign / x.shape[-1])
 
 
-def power_of_two(largest: torch.Tensor) -> torch.Tensor:
+def power_of_two(largest: Tensor) -> Tensor:
     """Return the smallest power of two by which |x| <= `largest` is divided to fit e4m3, in fp32."""
     bits = largest.float().contiguous().view(torch.int32)
     exponent = (bits + 0x1FFFFF >> 23) - 8  # 448 is 1.75 * 2^8: one more for a significand above 1.75
     return (exponent.clamp(min=127 + SMALLEST_EXPONENT) << 23).view(torch.float32)
 
 
-def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def round_blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Round x to e4m3 with one scale for each block of rows and head.
 
     Args:
@@ -133,7 +134,7 @@ def round_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tenso
     return scaled.to(E4M3), scales
 
 
-def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+def measure_rounding(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Measure the range of q, k and v, and how many of their values e4m3 loses.
 
     Returns:
@@ -153,7 +154,7 @@ def measure_rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[
     return {**found, "saturated": saturated, "flushed": flushed}
 
 
-def quantise_q(q: torch.Tensor) -> Rows:
+def quantise_q(q: Tensor) -> Rows:
     """Rotate and round the queries: one scale for each 64 rows and head."""
     values, scales = round_blocks(rotate(q), BLOCK_Q)
     return Rows(values.flatten(1, 2)[:, : q.shape[1]].contiguous(), scales.transpose(1, 2).contiguous())
@@ -165,13 +166,8 @@ def record_bytes(head_dim: int) -> int:
 
 
 def quantise_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    for_backward: bool,
-    out: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
-) -> torch.Tensor:
+    k: Tensor, v: Tensor, *, for_backward: bool, out: Tensor | None = None, numbers: Tensor | None = None
+) -> Tensor:
     """Return the records of k and v, which a rank publishes and the kernels read.
 
     A record is the tile of k8 (128 keys, head_dim) | the tile of v8 | the scales of k and of v in fp32 | zeros up to
@@ -201,7 +197,7 @@ def quantise_kv(
     return out
 
 
-def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:
+def unpack(records: Tensor, head_dim: int, *, for_backward: bool) -> Keys:
     """Return k8, v8 and their scales from records: the inverse of `quantise_kv`'s layout."""
     size = BLOCK_K * head_dim
     k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
@@ -221,16 +217,16 @@ def unpack(records: torch.Tensor, head_dim: int, *, for_backward: bool) -> Keys:
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
-    row_max: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
+    row_max: Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
     operands = quantise_q(q), quantise_kv(k, v, for_backward=False)
@@ -239,14 +235,14 @@ def forward(
 
 def forward_rows(
     rows: Rows,
-    records: torch.Tensor,
+    records: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
-    row_max: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
+    row_max: Tensor | None = None,
 ) -> None:
     """Compute `forward` of quantised operands.
 
@@ -273,7 +269,7 @@ def forward_rows(
         out.copy_(state)
 
 
-def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def blocks(q8: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield blocks of query rows with a visible key: rows, columns of whole records, visibility of each pair.
 
     The keys that pad the last record are not visible.
@@ -290,7 +286,7 @@ def blocks(q8: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.T
         yield rows, cols, visible[rows, cols]
 
 
-def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, softmax_scale: float) -> torch.Tensor:
+def scores_of(rows: Rows, records: Tensor, queries: slice, keys: slice, softmax_scale: float) -> Tensor:
     """Return scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for e4m3."""
     head_dim, num_kv_heads = rows.values.shape[-1], records.shape[2]
     q = rows.values[:, queries].double()
@@ -301,16 +297,14 @@ def scores_of(rows: Rows, records: torch.Tensor, queries: slice, keys: slice, so
     return torch.einsum("bihgd,bjhd->bhgij", q, k) * (softmax_scale / head_dim / math.log(2.0))
 
 
-def _values(records: torch.Tensor, rows: Rows, keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _values(records: Tensor, rows: Rows, keys: slice) -> tuple[Tensor, Tensor]:
     """Return v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
     head_dim = rows.values.shape[-1]
     found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
     return found.v.double(), found.v_scales.double().transpose(1, 2)
 
 
-def _attend(
-    scores: torch.Tensor, visible: torch.Tensor, v8: torch.Tensor, v_scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(scores: Tensor, visible: Tensor, v8: Tensor, v_scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return out (batch, rows, num_heads, head_dim) and lse of scores in units of log 2, -inf where hidden."""
     scores = scores.unflatten(-1, (-1, BLOCK_K))  # batch, kv head, group, row, block, key
     largest = scores.amax(-1, keepdim=True)
@@ -325,7 +319,7 @@ def _attend(
     return (out / total.masked_fill(empty, 1.0).permute(0, 3, 1, 2).unsqueeze(-1)).flatten(2, 3), lse.flatten(1, 2)
 
 
-def rounded_powers(x: torch.Tensor) -> torch.Tensor:
+def rounded_powers(x: Tensor) -> Tensor:
     """Return 2^x in e4m3 by its bits: 8 (x + 7) + CENTRE, rounded to an integer; 0 below 2^-6.9.
 
     The bits of an e4m3 number, as an integer, are eight times its binary logarithm plus 56: exactly at powers of two,
@@ -336,7 +330,7 @@ def rounded_powers(x: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.uint8).view(E4M3).to(x.dtype)
 
 
-def _sums(formula: str, pairs: torch.Tensor, rows: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _sums(formula: str, pairs: Tensor, rows: Tensor, visible: Tensor) -> Tensor:
     """Return sums over rows of queries or keys, where a NaN or infinity in a row reaches only those that see it.
 
     Args:
@@ -379,17 +373,17 @@ class Fp8ReferenceBackward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         num_kv_heads: int,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
         products: str = "bf16",
-        row_max: torch.Tensor | None = None,
+        row_max: Tensor | None = None,
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
@@ -404,22 +398,11 @@ class Fp8ReferenceBackward:
         self._queries = self._operands(dout.double(), lse.double(), row_max.double(), delta, size)
         self.dq = torch.zeros_like(q, dtype=torch.float64)
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the visible pairs; see `api.BackwardPass`."""
         self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
 
-    def add_records(
-        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
-    ) -> None:
+    def add_records(self, records: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Compute `add` of quantised keys."""
         check_num_kv_heads(records, self.num_kv_heads)
         seqlen = records.shape[1] * BLOCK_K
@@ -435,14 +418,12 @@ class Fp8ReferenceBackward:
             part = part[:, : total.shape[1]].to(total.device)
             total.add_(part) if accumulate else total.copy_(part)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         dq = rotate_back(self.dq * _of_rows(self._queries.factor) * self.softmax_scale)
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
 
-    def _operands(
-        self, dout: torch.Tensor, lse: torch.Tensor, row_max: torch.Tensor, delta: torch.Tensor, size: torch.Tensor
-    ) -> _QuerySide:
+    def _operands(self, dout: Tensor, lse: Tensor, row_max: Tensor, delta: Tensor, size: Tensor) -> _QuerySide:
         q, log2e = self.q.double(), math.log2(math.e)
         if self.products == "bf16":
             scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
@@ -476,7 +457,7 @@ class Fp8ReferenceBackward:
         factor = of_operand * of_heads / (LARGEST * LARGEST_P)
         return _QuerySide(reference, relative, rounded_to_e4m3(scaled), dout1, q1, factor, maxima)
 
-    def _gains(self, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float, torch.Tensor | float]:
+    def _gains(self, v: Tensor) -> tuple[Tensor, Tensor | float, Tensor | float]:
         """Return 2^g of each key, (batch, keys, num_kv_heads), and the factors of the sums for dK and for dV."""
         if self._queries.maxima is None:
             return v.new_ones(v.shape[:3]), self.softmax_scale, 1.0
@@ -488,9 +469,7 @@ class Fp8ReferenceBackward:
         of_dk = self.softmax_scale * of_dv * largest_q / LARGEST
         return gain, gain.unsqueeze(-1) * of_dk[:, None, :, None], of_dv[:, None, :, None]
 
-    def _block(
-        self, records: torch.Tensor, rows: slice, cols: slice, visible: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _block(self, records: Tensor, rows: slice, cols: slice, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the terms of a block of rows in dq, before its factors, and in dk and dv."""
         x, num_kv_heads = self._queries, records.shape[2]
         found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
@@ -516,43 +495,41 @@ class Fp8ReferenceBackward:
 class _QuerySide(NamedTuple):
     """The query side in fp64: reference of P, delta, dO of dP, dO of dV, Q of dK, factor of dQ; maxima of groups."""
 
-    reference: torch.Tensor
-    delta: torch.Tensor
-    dout: torch.Tensor
-    dout1: torch.Tensor
-    q1: torch.Tensor
-    factor: torch.Tensor
-    maxima: torch.Tensor | None
+    reference: Tensor
+    delta: Tensor
+    dout: Tensor
+    dout1: Tensor
+    q1: Tensor
+    factor: Tensor
+    maxima: Tensor | None
 
 
 begin_backward = Fp8ReferenceBackward
 
 
 def check_products(products: str, head_dim: int, deterministic: bool) -> None:
-    """Raise ValueError or NotImplementedError unless such gradients can be computed."""
-    if products not in PRODUCTS:
-        raise ValueError(f"fp8_backward must be one of {PRODUCTS}, got {products!r}; use 'bf16'.")
+    """Raise NotImplementedError unless such gradients can be computed."""
+    assert products in PRODUCTS, products
+    remedy = "use 'hopper_fp8', whose backward is in bf16"
     if products != "bf16" and head_dim > 128:
-        raise NotImplementedError(
-            f"head_dim must be at most 128 with fp8_backward={products!r}, got {head_dim}; use fp8_backward='bf16'."
-        )
+        raise NotImplementedError(f"head_dim must be at most 128 with a backward in FP8, got {head_dim}; {remedy}.")
     if products != "bf16" and deterministic:
         raise NotImplementedError(
-            f"deterministic must be False with fp8_backward={products!r}, got True, or "
-            "torch.use_deterministic_algorithms is on; use fp8_backward='bf16'."
+            "deterministic must be False with a backward in FP8, got True, or torch.use_deterministic_algorithms is "
+            f"on; {remedy}."
         )
 
 
-def check_row_max(products: str, row_max: torch.Tensor | None) -> None:
+def check_row_max(products: str, row_max: Tensor | None) -> None:
     """Raise ValueError if gradients need the largest scores and there are none."""
     if products == "fp8" and row_max is None:
         raise ValueError(
-            "row_max must be given with fp8_backward='fp8', or probabilities of long rows would round to 0, got None; "
+            "row_max must be given with all products in FP8, or probabilities of long rows would round to 0, got None; "
             "pass what attention_forward writes there."
         )
 
 
-def check_num_kv_heads(records: torch.Tensor, num_kv_heads: int) -> None:
+def check_num_kv_heads(records: Tensor, num_kv_heads: int) -> None:
     """Raise ValueError unless records have the heads for which a backward has begun."""
     if records.shape[2] != num_kv_heads:
         raise ValueError(
@@ -561,22 +538,22 @@ def check_num_kv_heads(records: torch.Tensor, num_kv_heads: int) -> None:
         )
 
 
-def rounded_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_e4m3(x: Tensor) -> Tensor:
     """Round x to e4m3, saturating, and return it in its dtype."""
     return x.float().clamp(-LARGEST, LARGEST).to(E4M3).to(x.dtype)
 
 
-def rounded_to_bf16(x: torch.Tensor) -> torch.Tensor:
+def rounded_to_bf16(x: Tensor) -> Tensor:
     """Round x to bf16, and return it in its dtype."""
     return x.to(torch.bfloat16).to(x.dtype)
 
 
-def _of_rows(x: torch.Tensor) -> torch.Tensor:
+def _of_rows(x: Tensor) -> Tensor:
     """View (batch, num_heads, rows) as a factor of (batch, rows, num_heads, head_dim)."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
-def _largest_of_group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def _largest_of_group(x: Tensor, num_kv_heads: int) -> Tensor:
     """Return the largest finite value of the query heads that share keys: (batch, num_kv_heads).
 
     Args:

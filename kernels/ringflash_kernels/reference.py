@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.mask import Mask
 from ringflash_kernels.merge import merge_
@@ -31,7 +32,7 @@ def keys_in_pieces(number: int) -> Iterator[None]:
         _num_pieces = before
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can."""
     return None if q.dtype in _DTYPES else f"dtype {q.dtype} (fp16, bf16, fp32 or fp64)"
 
@@ -42,15 +43,15 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
 ) -> None:
     """See `api.attention_forward`; arguments are checked there."""
     if acc is None:
@@ -73,13 +74,13 @@ class ReferenceBackward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
     ) -> None:
         del deterministic  # every operation here is deterministic
@@ -91,16 +92,7 @@ class ReferenceBackward:
             self.delta = self.delta - dlse
         self.dq = torch.zeros_like(q, dtype=dtype)
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq; see `BackwardPass.add` of `api`."""
         num_kv_heads = k.shape[2]
         grad_k, grad_v = (torch.zeros_like(x, dtype=self.dq.dtype) for x in (k, v))
@@ -117,7 +109,7 @@ class ReferenceBackward:
         for total, part in ((dk, grad_k), (dv, grad_v)):
             total.add_(part) if accumulate else total.copy_(part)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given."""
         return self.dq.to(self.q.dtype) if out is None else out.copy_(self.dq)
 
@@ -125,7 +117,7 @@ class ReferenceBackward:
 begin_backward = ReferenceBackward
 
 
-def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def _blocks(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield blocks of query rows with a visible key: rows, columns, visibility (rows, columns)."""
     if not mask.regions:
         return
@@ -141,19 +133,19 @@ def _blocks(q: torch.Tensor, mask: Mask) -> Iterator[tuple[slice, slice, torch.T
             yield rows, piece, visible[rows, piece]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def _scores(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     """Return scaled scores: (batch, num_kv_heads, group, rows, columns)."""
     dtype = state_dtype(q.dtype)
     return torch.einsum("bihgd,bjhd->bhgij", _group(q.to(dtype), k.shape[2]), k.to(dtype)) * softmax_scale
 
 
-def _probabilities(scores: torch.Tensor, lse: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _probabilities(scores: Tensor, lse: Tensor, visible: Tensor) -> Tensor:
     """Return exp(scores - lse), exactly zero for invisible pairs, also in rows that see nothing or hold NaN."""
     shift = torch.where(lse == float("-inf"), torch.zeros_like(lse), lse)
     return torch.exp(scores - shift.unsqueeze(-1)).masked_fill(~visible, 0.0)
 
 
-def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _weighted_values(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Return p v: (batch, rows, num_heads, head_dim). A NaN or infinity in v reaches only the rows that see it."""
     broken = ~torch.isfinite(v)
     out = torch.einsum("bhgij,bjhd->bihgd", p, v.to(p.dtype).masked_fill(broken, 0.0)).flatten(2, 3)
@@ -163,16 +155,16 @@ def _weighted_values(p: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) ->
     return out
 
 
-def _group(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def _group(x: Tensor, num_kv_heads: int) -> Tensor:
     """View (batch, rows, num_heads, head_dim) as (batch, rows, num_kv_heads, group, head_dim)."""
     return x.unflatten(2, (num_kv_heads, -1))
 
 
-def _group_rows(x: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def _group_rows(x: Tensor, num_kv_heads: int) -> Tensor:
     """View (batch, num_heads, rows) as (batch, num_kv_heads, group, rows)."""
     return x.unflatten(1, (num_kv_heads, -1))
 
 
-def _ungroup(x: torch.Tensor) -> torch.Tensor:
+def _ungroup(x: Tensor) -> Tensor:
     """Reshape (batch, num_kv_heads, group, rows) to (batch, num_heads, rows)."""
     return x.flatten(1, 2)

@@ -32,12 +32,11 @@ def ring_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     layout: str = "zigzag",
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
@@ -54,13 +53,15 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation. The backward
-            uses the values that the forward read. A tensor on a GPU is read again only after torch has seen a write to
-            it: give a new tensor if the values change through `.data`, a CUDA graph or a kernel.
+            its length, equal on all ranks; batch must then be 1. For more rows give a list with the bounds of each:
+            the rows are then attended one after another. On the CPU it costs no synchronisation. The backward uses the
+            values that the forward read. A tensor on a GPU is read again only after torch has seen a write to it: give
+            a new tensor if the values change through `.data` or a kernel. Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
             "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
-            exact. "hopper_fp8" and "reference_fp8" round to e4m3 (docs/fp8.md).
+            exact. "hopper_fp8" rounds to e4m3, "hopper_fp8_scores" and "hopper_fp8_all" in the backward as well
+            (docs/fp8.md).
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host with peer access; "auto"
             chooses it for them). "ulysses" exchanges heads between all ranks; "by_host" does so inside each host, and
             sends K/V between hosts once instead of once per GPU. Both need num_heads divisible by the number of ranks
@@ -68,8 +69,6 @@ def ring_attention(
             chooses "by_host" if there are several hosts, several GPUs on each, and enough heads.
         deterministic: repeated calls give bitwise equal gradients, with slower kernels. True also if
             `torch.use_deterministic_algorithms` is on.
-        fp8_backward: products of the backward that "hopper_fp8" and "reference_fp8" compute in e4m3: "bf16" none,
-            "fp8_scores" dout v^T, "fp8" all (docs/fp8.md). Other kernels take "bf16" only.
         return_lse: also return the log-sum-exp, differentiable.
     Returns:
         out: as q, as wide as v.  lse, if asked for: (batch, num_heads, seqlen_local), natural log, fp32 (fp64 for
@@ -80,10 +79,7 @@ def ring_attention(
     Source: Liu et al. 2023, arXiv:2310.01889; what we changed is in docs/decisions/0002-owner-to-reader.md.
     Numerics: state and gradients travel and accumulate in fp32 (fp64 for fp64); docs/numerics.md.
     """
-    options = CallOptions(
-        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-        fp8_backward=fp8_backward,
-    )  # fmt: skip
+    options = CallOptions(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
     return attend(
         q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
         return_lse=return_lse,
@@ -99,16 +95,28 @@ def attend(
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Call `ring_attention`, with those of its options that calls of a module share as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
+        _check_rows(cu_seqlens, q, k, v)
     except (ValueError, TypeError) as error:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
+    if isinstance(cu_seqlens, Sequence):
+        rows = [
+            attend(
+                a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
+                return_lse=return_lse,
+            )
+            for a, b, c, bounds in zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)
+        ]  # fmt: skip
+        parts = zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True)
+        out, *rest = map(torch.cat, parts)
+        return (out, *rest) if return_lse else out  # type: ignore[return-value]
     if torch.compiler.is_compiling():
         _check_compiled_differentiation()
     else:
@@ -119,7 +127,7 @@ def attend(
     grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
     out, lse = operators.attend(
         q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, options.layout, options.impl,
-        options.transport, deterministic, options.fp8_backward, grad_flags, return_lse, width,
+        options.transport, deterministic, grad_flags, return_lse, width,
     )  # fmt: skip
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]
@@ -175,7 +183,6 @@ def explain(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> Explanation:
     """Say which kernel, algorithm, transport, and sections or hops `ring_attention` would use; nothing is run or sent.
 
@@ -185,9 +192,7 @@ def explain(
     Args: as `ring_attention`.
     """
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = CallOptions(
-        resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic, fp8_backward
-    )
+    options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(q, k, v, cu_seqlens, options)
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
@@ -247,6 +252,20 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
     return float(given)
 
 
+def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
+    """Raise ValueError unless a list of bounds has a tensor for each row of the batch."""
+    if isinstance(cu_seqlens, Sequence) and not (
+        all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
+        and cu_seqlens
+        and all(isinstance(bounds, torch.Tensor) for bounds in cu_seqlens)
+    ):
+        raise ValueError(
+            "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
+            f"{[type(x).__name__ for x in cu_seqlens][:8]} for {[x.shape[0] if x.dim() else 0 for x in tensors]} rows; "
+            "cu_seqlens_from_positions makes one of a row's positions."
+        )
+
+
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
     if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
@@ -304,17 +323,19 @@ class RingAttention(nn.Module):
         impl: str = "auto",
         transport: str = "auto",
         deterministic: bool = False,
-        fp8_backward: str = "bf16",
     ) -> None:
         super().__init__()
         self.options = CallOptions(
-            resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-            fp8_backward=fp8_backward,
-        )  # fmt: skip
+            resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic
+        )
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return out, as q; arguments as `ring_attention`."""
         out = attend(

@@ -21,55 +21,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 
 from ringflash.attention import sections
+from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
-from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
-from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
-from ringflash.comm.profiling import profiler_range
-from ringflash.comm.transport import buffer, transport_name
-from ringflash.comm.transport.areas import GroupAreas
+from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
-from ringflash_kernels.api import BackwardPass, begin_checked_backward, kernels_of, out_shape, state_dtype
+from ringflash_kernels.api import out_shape, state_dtype
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class HeadGather:
-    """One attention call that gathers K/V by heads, without its tensors.
-
-    Args:
-        blocks: keys that this rank needs, a block at a time.
-        memory: areas of the group.
-        impl: kernel implementation, chosen and checked.
-        number: number of the call in its group.
-        fp8_backward: as `ring_attention`.
-        rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
-        queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
-    """
-
-    blocks: tuple[Gathering, ...]
-    memory: GroupAreas
-    impl: str
-    softmax_scale: float
-    deterministic: bool
-    number: CallNumber = NO_NUMBER
-    fp8_backward: str = "bf16"
-    rounded: bool = False
-    queries_arrived: tuple[Marker, ...] = ()
+class HeadGather(GatherCall):
+    """One attention call that gathers K/V by heads, without its tensors."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
@@ -142,165 +116,6 @@ class HeadGather:
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
-
-
-class UnitWork:
-    """Work of one call, by unit.
-
-    Args:
-        call: the call.
-        gathered: its K/V.
-        q: (batch, seqlen_local, num_heads, head_dim).
-    Attributes:
-        seen: indices of the blocks that hold a key which this rank sees; only their units have a kernel.
-    """
-
-    pass_name = ""
-
-    def __init__(self, call: HeadGather, gathered: GatheredKV, q: torch.Tensor) -> None:
-        self.call, self.gathered, self.sizes = call, gathered, gathered.sizes
-        self.q = self.sizes.by_section(q, 2)
-        self.seen = [block for block, keys in enumerate(call.blocks) if keys.mask.regions]
-
-    def compute(self, index: int, *needed: Marker) -> None:
-        """Launch the kernel of a unit on the current lane, after its K/V have arrived.
-
-        Args:
-            needed: the arrival, and in a backward the end of `begin`.
-        """
-        unit = self.sizes.units[index]
-        self.prepare(unit)
-        with waiting(self.gathered.device):
-            self.call.memory.wait(*needed)
-        if unit.block in self.seen:
-            with profiler_range(f"ringflash::{self.pass_name}_section{unit.section}"):
-                self._launch(index, unit)
-
-    def prepare(self, unit: Unit) -> None:
-        """Launch on the current lane what the kernel of a unit needs and what needs no K/V."""
-
-    def _launch(self, index: int, unit: Unit) -> None:
-        raise NotImplementedError
-
-
-class ForwardUnits(UnitWork):
-    """Work of one forward: each section writes its heads of `out` and `lse`.
-
-    Between the blocks of a section the output is carried in fp32 (fp64 for fp64).
-    """
-
-    pass_name = "forward"
-
-    def __init__(
-        self,
-        call: HeadGather,
-        gathered: GatheredKV,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None,
-    ) -> None:
-        super().__init__(call, gathered, q)
-        self.out, self.lse = self.sizes.by_section(out, 2), self.sizes.by_section(lse, 1)
-        self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
-        self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
-        self.forward = self.sizes.operands.forward(self.kernel)
-        self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
-        single = len(self.seen) == 1 or q.dtype == lse.dtype
-        self.carried = [] if single else self._states(out.shape, lse.dtype)
-
-    def prepare(self, unit: Unit) -> None:
-        """Round the queries of a section, once for all its blocks."""
-        if unit.block == 0:
-            with waiting(self.gathered.device):
-                self.call.memory.wait(*self.call.queries_arrived)
-            self.queries[unit.section] = self.sizes.operands.queries(self.q[unit.section], self.kernel)
-
-    def _launch(self, index: int, unit: Unit) -> None:
-        section, out, last = unit.section, self.out[unit.section], unit.block == self.seen[-1]
-        carried = self.carried[section] if self.carried else out
-        queries = self.queries.pop(section) if last else self.queries[section]
-        kept = {} if self.row_max is None else {"row_max": self.row_max[section]}
-        operands, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
-        self.forward(
-            queries, *operands, mask, self.call.softmax_scale,
-            out=out if last else carried, lse=self.lse[section],
-            acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
-        )  # fmt: skip
-
-    def _states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return memory for the output of each section: (batch, seqlen_local, heads of the section, head_dim).
-
-        Args:
-            shape: shape of the whole output.
-        """
-        batch, rows, _, head_dim = shape
-        heads = [count * self.sizes.heads_per_kv_head for count in self.sizes.heads]
-        states = [
-            buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.gathered.device)
-            for index, most in enumerate(sections.buffer_heads(tuple(heads)))
-        ]
-        return [
-            states[section % 2][: batch * rows * count * head_dim].view(batch, rows, count, head_dim)
-            for section, count in enumerate(heads)
-        ]
-
-
-class BackwardUnits(UnitWork):
-    """Work of one backward: each section writes its heads of `grads`, which are dq, dk and dv."""
-
-    pass_name = "backward"
-
-    def __init__(
-        self,
-        call: HeadGather,
-        gathered: GatheredKV,
-        returned: GradientReturn,
-        q: torch.Tensor,
-        saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None],
-        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    ) -> None:
-        super().__init__(call, gathered, q)
-        dout, dlse, out, lse, row_max = saved
-        self.returned, self.dq = returned, self.sizes.by_section(grads[0], 2)
-        self.dk, self.dv = (x.split_with_sizes(self.sizes.heads, 2) for x in grads[1:])
-        self.dout, self.out = (self.sizes.by_section(x, 2) for x in (dout, out))
-        self.lse = self.sizes.by_section(lse, 1)
-        self.dlse, self.row_max = (
-            (None,) * len(self.sizes.heads) if x is None else self.sizes.by_section(x, 1) for x in (dlse, row_max)
-        )
-        self.passes: dict[int, BackwardPass] = {}
-
-    def begin(self, section: int) -> None:
-        """Compute the row sums of dO and O, make fp32 zeros for dQ, and with FP8 round the queries and dO.
-
-        All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
-        """
-        call, parity = self.call, section % 2
-        self.passes.pop(parity, None)  # the section before the previous one, which has ended: free its fp32 dQ first
-        self.passes[parity] = begin_checked_backward(
-            self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
-            num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
-            deterministic=call.deterministic, fp8_backward=call.fp8_backward, row_max=self.row_max[section],
-        )  # fmt: skip
-
-    def _launch(self, index: int, unit: Unit) -> None:
-        mask, grads = self.call.blocks[unit.block].mask, self.returned.kernel_grads[index]
-        add = self.sizes.operands.add(self.passes[unit.section % 2])
-        add(*self.gathered.keys_values[index], mask, *grads, accumulate=False)
-
-    def finish_queries(self, section: int) -> None:
-        """Cast the dQ of a section."""
-        self.passes[section % 2].finish(self.dq[section])
-
-    def return_gradients(self, index: int) -> None:
-        """Return dK and dV of a unit to their owners; receive and add up those of this rank's keys."""
-        self.returned.collect(index, self.dk, self.dv, self.call.impl)
-
-    def finish(self, index: int) -> None:
-        """Cast the dQ of the section of a unit, its last one, and return dK and dV of the unit."""
-        self.finish_queries(self.sizes.units[index].section)
-        self.return_gradients(index)
 
 
 def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:

@@ -35,7 +35,6 @@ class CallOptions(NamedTuple):
     impl: str = "auto"
     transport: str = "auto"
     deterministic: bool = False
-    fp8_backward: str = "bf16"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallOptions:
         return self  # a process group cannot be copied

@@ -37,8 +37,16 @@ from ringflash.comm.transport import (
     whole_transport,
 )
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
-from ringflash.sequence.mask import SequenceMask, digest
-from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_fp8_backward, choose_impl, implementation, rounds
+from ringflash.sequence.mask import Documents, SequenceMask
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_backward,
+    check_branches,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 
 @dataclass(frozen=True)
@@ -162,32 +170,39 @@ class CallPlan:
         if channel is not None and self.algorithm is Algorithm.GATHER:
             memory = message_memory(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_of_line > 1
-            return HeadGather(self.key_blocks(shape), memory, *how, call, options.fp8_backward, rounded)
+            return HeadGather(self.key_blocks(shape), memory, *how, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)
-        return RingOfHops(hops, channel, *how, options.fp8_backward)
+        return RingOfHops(hops, channel, *how)
 
 
 def plan_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Documents | None,
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
     """Check a call without communicating.
 
     Args:
-        cu_seqlens: a tuple in the backward, with the values that the forward read.
+        cu_seqlens: documents in the backward, with the values that the forward read.
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    check_fp8_backward(impl, options.fp8_backward, q.shape[-1], options.deterministic)
+    if mask.has_branches:
+        check_branches(impl)
+    check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
@@ -203,12 +218,11 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": options.softmax_scale,
-        "cu_seqlens": None if mask.cu_seqlens is None else digest(mask.cu_seqlens),
+        "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
         "transport": options.transport,
         "deterministic": options.deterministic,
-        "fp8_backward": options.fp8_backward,
         "hosts": str(split_of(plan.algorithm, options.group)),
     }
 

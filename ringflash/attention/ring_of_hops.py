@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
@@ -25,7 +26,7 @@ from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import begin_checked_backward, implementation, out_shape, rounds, state_dtype
 
-KeyValue = tuple[torch.Tensor, torch.Tensor]
+KeyValue = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class RingOfHops:
         schedule: this rank's hops.
         transport: None for a single process.
         impl: kernel implementation, chosen and checked.
-        fp8_backward: as `ring_attention`.
     """
 
     schedule: Schedule
@@ -44,11 +44,8 @@ class RingOfHops:
     impl: str
     softmax_scale: float
     deterministic: bool
-    fp8_backward: str = "bf16"
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention of this rank's queries over the whole sequence.
 
         Args:
@@ -81,15 +78,15 @@ class RingOfHops:
 
     def backward(
         self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        row_max: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of `forward` for this rank's q, k and v, from all ranks.
 
         Args:
@@ -100,7 +97,7 @@ class RingOfHops:
         """
         gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic, fp8_backward=self.fp8_backward, row_max=row_max,
+            deterministic=self.deterministic, row_max=row_max,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)
@@ -121,9 +118,7 @@ class RingOfHops:
         """Batches of messages that this rank has posted."""
         return 0 if self.transport is None else self.transport.whole.num_posted
 
-    def _arrivals(
-        self, exchange: HopExchange, device: torch.device
-    ) -> Iterator[tuple[int, Hop, tuple[torch.Tensor, ...]]]:
+    def _arrivals(self, exchange: HopExchange, device: torch.device) -> Iterator[tuple[int, Hop, tuple[Tensor, ...]]]:
         """Yield each hop with visible keys, after its K and V have arrived: index, hop, operands of the kernel."""
         for index, hop in enumerate(self.schedule.hops):
             with profiler_range(f"ringflash::arrive_step{hop.step}"), waiting(device):
@@ -131,13 +126,13 @@ class RingOfHops:
             if hop.source is not None:
                 yield index, hop, arrived
 
-    def _operands(self, k: torch.Tensor, v: torch.Tensor, *, for_backward: bool) -> Operands:
+    def _operands(self, k: Tensor, v: Tensor, *, for_backward: bool) -> Operands:
         """Return the form in which K and V travel; a single process leaves the rounding to its kernel."""
         rounded = self.transport is not None and rounds(self.impl)
         return Operands.of(k, v, rounded=rounded, for_backward=for_backward)
 
 
-def _empty(x: torch.Tensor) -> torch.Tensor:
+def _empty(x: Tensor) -> Tensor:
     """Return a contiguous empty tensor like x. Compiled code relies on the strides that the operators' fakes return."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -157,8 +152,8 @@ class HopExchange:
         self,
         transport: PointToPoint | None,
         hops: tuple[Hop, ...],
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         operands: Operands,
         kernel: ModuleType,
     ) -> None:
@@ -168,7 +163,7 @@ class HopExchange:
             self.own = self._lines("kv.own")
             operands.pack(k, v, kernel, self.own)
 
-    def arrive(self, index: int) -> tuple[torch.Tensor, ...]:
+    def arrive(self, index: int) -> tuple[Tensor, ...]:
         """Wait for the operands of hop number `index`, post the messages of the next hop, and return the operands."""
         if self.transport is None:
             return self.k, self.v
@@ -193,11 +188,11 @@ class HopExchange:
         what = f"K/V of step {hop.step}"
         return [Message(self.own, hop.reader, what)], [Message(self._incoming(index + 1), hop.source, what)]
 
-    def _incoming(self, index: int) -> torch.Tensor:
+    def _incoming(self, index: int) -> Tensor:
         """Return the buffer that receives the K/V of a hop."""
         return self._lines(f"kv.{index % 2}")
 
-    def _lines(self, name: str) -> torch.Tensor:
+    def _lines(self, name: str) -> Tensor:
         return buffer(name, self.operands.lines_of(self.k), self.operands.dtype, self.k.device)
 
 
@@ -211,8 +206,8 @@ class GradientExchange(HopExchange):
         self,
         transport: PointToPoint,
         hops: tuple[Hop, ...],
-        k: torch.Tensor,
-        v: torch.Tensor,
+        k: Tensor,
+        v: Tensor,
         operands: Operands,
         kernel: ModuleType,
     ) -> None:
@@ -255,16 +250,16 @@ class GradientExchange(HopExchange):
         """True if there is a hop of this number whose gradients belong to another rank."""
         return 0 <= index < len(self.hops) and self.hops[index].step != 0
 
-    def _outgoing(self, index: int) -> torch.Tensor:
+    def _outgoing(self, index: int) -> Tensor:
         return self._buffer(f"dkv.out.{index % 2}", self.total.dtype)
 
-    def _returned(self) -> torch.Tensor:
+    def _returned(self) -> Tensor:
         return self._buffer("dkv.in", self.total.dtype)
 
-    def _buffer(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def _buffer(self, name: str, dtype: torch.dtype) -> Tensor:
         return buffer(name, (self.k.numel() + self.v.numel(),), dtype, self.k.device)
 
-    def _parts(self, flat: torch.Tensor) -> KeyValue:
+    def _parts(self, flat: Tensor) -> KeyValue:
         """Return views of dK and dV in a buffer."""
         dk, dv = flat.split((self.k.numel(), self.v.numel()))
         return dk.view(self.k.shape), dv.view(self.v.shape)

@@ -82,7 +82,9 @@ def _flatten(mesh: DeviceMesh) -> dist.ProcessGroup:
         return group
     others = _other_groups.setdefault(group, {})  # torch flattens all meshes of all ranks to the default group
     if split not in others:
-        others[split] = dist.new_group(ranks)
+        made = dist.new_group(ranks)
+        assert isinstance(made, dist.ProcessGroup)
+        others[split] = made
         _splits[others[split]] = split
     return others[split]
 

@@ -45,7 +45,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--dtype", type=str | None, default=None, help="float32 or bfloat16; null is float32 on CPUs, else bfloat16")
     add("--device", type=str | None, default=None, help="cpu or cuda; null is cuda if available")
     add("--impl", type=str | None, default=None, help="attention kernel of a configuration's model (docs/fp8.md)")
-    add("--fp8_backward", type=str | None, default=None, help="products of its FP8 backward: bf16, fp8_scores or fp8")
     add("--seed", type=int, default=0, help="seed of the tokens, and of parameters without a checkpoint")
     add("--json", action="store_true", help="print JSON instead of the table")
 
@@ -109,7 +108,7 @@ def _run_rank(options: Any) -> int:
 
 def _factory_and_settings(options: Any) -> tuple[Factory, Settings]:
     settings = _settings(options)
-    return load(options.target, options.layers, options.seed, options.impl, options.fp8_backward), settings
+    return load(options.target, options.layers, options.seed, options.impl), settings
 
 
 def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:

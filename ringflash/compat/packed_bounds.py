@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringflash.sequence.layout import read_documents
+
 _GIVEN = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice", "causal", "rank", "world_size")
 
 
@@ -36,8 +38,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
         local_k_slice: keys that they see, as positions in the whole sequence.
     Raises:
         ValueError: a sequence that world_size does not divide.
+        NotImplementedError: a table with parents or bidirectional documents, which these bounds cannot describe.
     """
-    bounds = cu_seqlens.tolist()
+    bounds = list(read_documents(cu_seqlens).plain_bounds("llama3_flash_attn_prepare_cu_seqlens"))
     length, rest = divmod(bounds[-1], world_size)
     if rest:
         raise ValueError(

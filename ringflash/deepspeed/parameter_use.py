@@ -54,11 +54,14 @@ class ParameterUse:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._in_order = in_order
         self._arrived: list[str] = []
+        self._backward = -1  # number of autograd's graph task; an error ends one without `_end`
         for name, parameter in self._trained.items():
             parameter.register_post_accumulate_grad_hook(partial(self._note, name))
 
     def _note(self, name: str, _: nn.Parameter) -> None:
-        if not self._arrived:
+        backward = torch._C._current_graph_task_id()
+        if not self._arrived or backward != self._backward:
+            self._backward, self._arrived = backward, []
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
         self._arrived.append(name)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.attention.inputs import document_bounds
+from ringflash.attention.inputs import documents_of
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer
 from ringflash.huggingface.consistency import ForwardInputs, check_consistency, name_of_layer
@@ -86,7 +86,7 @@ def _find_error(
     try:
         check_kwargs(call)
         if cu_seqlens is not None:
-            bounds = document_bounds(cu_seqlens, hidden)
+            bounds = documents_of(cu_seqlens, hidden).plain_bounds("layers with recurrences or convolutions")
             check_cu_seqlens(bounds, hidden.shape[1] * options.size_and_rank[0])
     except (NotImplementedError, ValueError) as error:
         return error, None

@@ -52,7 +52,9 @@ class CheckpointWriter:
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # keeps the group of the training free
+        group = dist.new_group(backend="gloo", timeout=timeout)  # keeps the group of the training free
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._jobs: list[Future[None]] = []
 

@@ -22,6 +22,7 @@ from ringflash.huggingface.weights import draw_weights, load_weights, merge_conf
 from ringflash.lightning.float8 import multiply_in_float8
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
+from ringflash.sequence.mask import Documents
 from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
@@ -46,7 +47,7 @@ class CausalLM(lightning.LightningModule):
         betas: AdamW's betas.
         seed: determines the initial parameters.
         memory: which activations are kept for the backward; default all.
-        impl, fp8_backward: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
+        impl: attention kernel, as in `ring_attention`; "auto" or for example "hopper_fp8" (docs/fp8.md).
         float8: recipe of torchao for the decoder's linear layers in FP8, as in `multiply_in_float8`; None is bf16.
     """
 
@@ -63,7 +64,6 @@ class CausalLM(lightning.LightningModule):
         memory: Memory = Memory(),  # noqa: B008, it cannot change
         pretrained: str | None = None,
         impl: str = "auto",
-        fp8_backward: str = "bf16",
         float8: str | None = None,
     ) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class CausalLM(lightning.LightningModule):
         self.config = merge_config(read_config(self.pretrained) if self.pretrained else {}, model or {})
         self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, betas
         self.warmup_steps, self.decay_steps, self.final_rate = warmup_steps, decay_steps, final_rate
-        self.seed, self.memory, self.impl, self.fp8_backward, self.float8 = seed, memory, impl, fp8_backward, float8
+        self.seed, self.memory, self.impl, self.float8 = seed, memory, impl, float8
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
-        self.flops_of: Callable[[Sequence[int]], float] | None = None  # documents' bounds of a sequence -> its FLOPs
+        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None  # of a sequence's documents
         self._losses: list[torch.Tensor] = []  # one for each batch of this step so far
         self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
@@ -84,9 +84,7 @@ class CausalLM(lightning.LightningModule):
         if self.model is not None:
             return
         strategy = strategy_of(self.trainer)
-        self.model = empty_model(
-            self.config, strategy.cp_group, self.memory, strategy.layout, self.impl, self.fp8_backward
-        )
+        self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout, self.impl)
         if self.float8 is not None:
             multiply_in_float8(self.model.model, self.float8, strategy.root_device.type)
         self.flops_of = _flops_of(self.model.model)
@@ -272,7 +270,6 @@ def empty_model(
     memory: Memory,
     layout: str = "zigzag",
     impl: str = "auto",
-    fp8_backward: str = "bf16",
 ) -> huggingface.CausalLMWithLoss:
     """Build the model of `build_model` on the meta device: `draw_weights` or `load_weights` gives it values."""
     huggingface.register()  # raises if transformers is missing
@@ -282,12 +279,12 @@ def empty_model(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="ringflash", dtype=torch.get_default_dtype()
         )
-    huggingface.set_group(model, group, layout=layout, impl=impl, fp8_backward=fp8_backward)
+    huggingface.set_group(model, group, layout=layout, impl=impl)
     save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
 
 
-def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
+def _flops_of(model: nn.Module) -> Callable[[Sequence[int] | Documents], float] | None:
     """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
     counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
@@ -303,7 +300,8 @@ def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None
 
     Args:
         position_ids: (1, tokens), global, as `ringflash.huggingface.prepare_batch` returns them.
-        cu_seqlens: bounds of the documents in the whole sequence; None is one document.
+        cu_seqlens: bounds of the documents in the whole sequence, or a table of `ringflash.document_table`, whose
+            documents count on from those that they continue; None is one document.
         seqlen: tokens of the whole sequence.
     """
     before = position_ids if cu_seqlens is None else within_documents(position_ids[0], cu_seqlens)[None]

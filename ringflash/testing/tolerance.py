@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 RTOL_FP64 = 1e-11
 
@@ -29,14 +30,7 @@ class Ratio(NamedTuple):
     mean: float
 
 
-def ratios(
-    name: str,
-    got: torch.Tensor,
-    want: torch.Tensor,
-    baseline: torch.Tensor | None = None,
-    *,
-    num_chunks: int = 1,
-) -> list[Ratio]:
+def ratios(name: str, got: Tensor, want: Tensor, baseline: Tensor | None = None, *, num_chunks: int = 1) -> list[Ratio]:
     """Return the share of its error budget that a result uses, by chunk.
 
         max|got - want| <= 2 max|baseline - want| + eps max|want|        (and the same with means)
@@ -70,9 +64,9 @@ def ratios(
 
 
 def assert_close(
-    got: Mapping[str, torch.Tensor],
-    want: Mapping[str, torch.Tensor],
-    baseline: Mapping[str, torch.Tensor] | None = None,
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    baseline: Mapping[str, Tensor] | None = None,
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
@@ -83,9 +77,9 @@ def assert_close(
 
 
 def measure(
-    got: Mapping[str, torch.Tensor],
-    want: Mapping[str, torch.Tensor],
-    baseline: Mapping[str, torch.Tensor] | None = None,
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    baseline: Mapping[str, Tensor] | None = None,
     *,
     num_chunks: int = 1,
 ) -> list[Ratio]:
@@ -106,7 +100,7 @@ def assert_within(spent: Iterable[Ratio]) -> None:
     )
 
 
-def _error(x: torch.Tensor, want: torch.Tensor, odd: torch.Tensor) -> torch.Tensor:
+def _error(x: Tensor, want: Tensor, odd: Tensor) -> Tensor:
     return (x.double() - want).abs().masked_fill(odd, 0.0)
 
 

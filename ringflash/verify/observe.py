@@ -16,6 +16,7 @@ from ringflash.comm.modules.gradients import average_gradients
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
+from ringflash_kernels.api import rounds
 
 Tensors = dict[str, Tensor]
 _WRAPPED = (nn.parallel.DistributedDataParallel, FSDPModule)
@@ -115,18 +116,16 @@ def attend_exactly(module: nn.Module) -> None:
                 value.options = _exact(value.options)
             else:
                 setattr(part, name, _exact(value) if isinstance(value, CallOptions) else "auto")
-                if isinstance(value, str):  # of a LightningModule that will build its model by its `impl`
-                    part.fp8_backward = "bf16"  # type: ignore[assignment]
 
 
 def _is_fp8(value: object) -> bool:
     options: object = value.options if isinstance(value, WrappedState) else value
     impl = options.impl if isinstance(options, CallOptions) else options
-    return isinstance(impl, str) and impl in ("hopper_fp8", "reference_fp8")
+    return isinstance(impl, str) and rounds(impl)
 
 
 def _exact(options: Any) -> Any:
-    return options._replace(impl="auto", fp8_backward="bf16")
+    return options._replace(impl="auto")
 
 
 @torch.no_grad()

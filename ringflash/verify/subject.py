@@ -88,13 +88,11 @@ def draw_data(vocab_size: int, seqlen: int, bounds: list[int] | None, seed: int,
     return Data(input_ids, labels, cu_seqlens)
 
 
-def load(
-    target: str, num_layers: int | None, seed: int, impl: str | None = None, fp8_backward: str | None = None
-) -> Factory:
+def load(target: str, num_layers: int | None, seed: int, impl: str | None = None) -> Factory:
     """Return the factory that the command's argument names.
 
     Args:
-        impl, fp8_backward: as `ring_attention`, for a Hugging Face model.
+        impl: as `ring_attention`, for a Hugging Face model.
         target: folder or file of a Hugging Face configuration, with or without weights; or "package.module:factory".
         num_layers: number of decoder layers of a Hugging Face model; default: as configured.
     Raises:
@@ -102,7 +100,7 @@ def load(
     """
     path = Path(target)
     if path.exists():
-        return _from_folder(path, num_layers, seed, impl or "auto", fp8_backward or "bf16")
+        return _from_folder(path, num_layers, seed, impl or "auto")
     if target.count(":") != 1:
         raise ValueError(
             f"target must be a folder with config.json or 'package.module:factory', got {target!r}; "
@@ -110,9 +108,8 @@ def load(
         )
     if num_layers is not None:
         raise ValueError(f"layers must be left out for a factory, got {num_layers}; let the factory build fewer.")
-    for option, value in (("impl", impl), ("fp8_backward", fp8_backward)):
-        if value is not None:
-            raise ValueError(f"{option} must be left out for a factory, got {value!r}; let the factory set it.")
+    if impl is not None:
+        raise ValueError(f"impl must be left out for a factory, got {impl!r}; let the factory set it.")
     module_name, name = target.split(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for the user's modules, however the command was started
@@ -146,7 +143,7 @@ def _seeded(function: Callable[..., Any], group: dist.ProcessGroup | None, seed:
     return made
 
 
-def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str, fp8_backward: str) -> Factory:
+def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str) -> Factory:
     """Return the factory of a transformers model over the ring; weights are only read from safetensors."""
     huggingface.register()
     from transformers import AutoModelForCausalLM
@@ -175,7 +172,7 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str, fp8_b
                 warnings.warn(f"{path} lacks {sorted(read['missing_keys'])}, which were drawn", stacklevel=2)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
-        huggingface.set_group(model, group, impl=impl, fp8_backward=fp8_backward)
+        huggingface.set_group(model, group, impl=impl)
         return Training(huggingface.CausalLMWithLoss(model, group))
 
     return lambda group: _seeded(build, group, seed)

@@ -54,7 +54,6 @@ def wrap_attention(
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
-    fp8_backward: str = "bf16",
 ) -> Module:
     """Make every attention of `module` attend over the whole sequence, which is sharded over the ranks, in place.
 
@@ -64,7 +63,7 @@ def wrap_attention(
     Args:
         module: holds layers that call torch.nn.functional.scaled_dot_product_attention on (batch, heads, seqlen,
             head_dim), transformers models, and `RingAttention`, in any mixture.
-        group, layout, impl, transport, deterministic, fp8_backward: as `ring_attention`.
+        group, layout, impl, transport, deterministic: as `ring_attention`.
     Returns:
         module: the same object; parameters and their names are untouched.
     Raises:
@@ -72,10 +71,7 @@ def wrap_attention(
         ValueError: wrapped already. RuntimeError: at the end of the first forward that called no attention.
     """
     granularity(1, layout)
-    options = ModelRing(
-        resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic,
-        fp8_backward=fp8_backward,
-    )  # fmt: skip
+    options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
     for name, layer in module.named_modules():
         _check(name or type(module).__name__, layer, layout)
     for name, model in _transformers_models(module).items():
@@ -233,7 +229,7 @@ def _switch(name: str, model: Any, options: ModelRing) -> None:
             )
         huggingface.set_group(
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
-            deterministic=options.deterministic, fp8_backward=options.fp8_backward,
+            deterministic=options.deterministic,
         )  # fmt: skip
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(f"{name} must take attn_implementation={NAME!r}, got: {error}") from error

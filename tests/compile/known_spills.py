@@ -16,12 +16,18 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_keys hd128 bfloat16 bounds": 4,
         "backward_keys hd128 bfloat16 bounds deterministic": 1,
+        "backward_keys hd96 bfloat16 ends": 1,
+        "backward_keys hd96 bfloat16 ends window": 3,
+        "backward_keys hd128 bfloat16 ends window": 1,
+        "backward_keys hd128 bfloat16 ends deterministic": 1,
         "backward_keys hd128 float16 band": 4,
         # The first of two consumers; without them at 64 keys a block, which is a tenth slower.
         "forward_kernel hd192/128 bfloat16 band": 6,
         "forward_kernel hd192/128 bfloat16 bounds": 6,
+        "forward_kernel hd192/128 bfloat16 ends": 6,
         "forward_kernel hd192/128 bfloat16 band resume": 6,
         "forward_fp8 hd128 full": 1,  # a scalar
+        "forward_fp8 hd128 ends": 7,  # scalars
         # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop,
         # too.
         "backward_keys_fp8 hd128 fp8 band": 18,
@@ -36,17 +42,12 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_queries hd256 bfloat16 band": 2,
         "forward_kernel hd128 bfloat16 bounds": 2,
         "forward_fp8 hd128 full": 1,
-        "forward_fp8 hd128 band": 3,
-        "forward_fp8 hd128 band resume fp32 out": 3,
-        # Most of the registers of a step: with 3.9 this kernel should be slow, which has not been measured.
-        "forward_fp8 hd256 band": 162,
-        "forward_fp8 hd256 bounds": 156,
-        "forward_fp8 hd256 band resume fp32 out": 167,
+        "forward_fp8 hd256 band": 8,
+        "forward_fp8 hd256 bounds": 4,
+        "forward_fp8 hd256 band resume fp32 out": 11,
         "backward_keys_fp8 hd128 fp8 band": 3,
         "backward_keys_fp8 hd128 fp8 bounds": 4,
-        "backward_keys_fp8 hd128 fp8_scores band": 15,
-        "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 15,
-        "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 15,
-        "backward_keys_fp8 hd128 fp8_scores bounds": 15,
+        "backward_keys_fp8 hd128 fp8_scores band": 1,
+        "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 1,
     },
 }

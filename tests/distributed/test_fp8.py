@@ -38,24 +38,22 @@ SHAPES = [
 ALIGNED = 128
 
 
-def one_process(
-    case: Case, whole: ring_check.Problem, chunk: int, fp8_backward: str = "bf16", impl: str = IMPL
-) -> dict[str, torch.Tensor]:
+def one_process(case: Case, whole: ring_check.Problem, chunk: int, impl: str = IMPL) -> dict[str, torch.Tensor]:
     """Return the results of one process, which holds all positions in order."""
-    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, impl, fp8_backward=fp8_backward)
+    return ring_check.run(Context(None, 0, 1, whole.q.device), case, whole, chunk, impl)
 
 
 def compared(
-    ctx: Context, case: Case, chunk: int, fp8_backward: str, impl: str = IMPL
+    ctx: Context, case: Case, chunk: int, impl: str = IMPL
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Results of this rank and of one process, after asserting that the former keep within the tolerance."""
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
-    got = ring_check.run(ctx, case, whole, chunk, impl, fp8_backward=fp8_backward)
+    got = ring_check.run(ctx, case, whole, chunk, impl)
     mine: dict[str, torch.Tensor] = {}  # each takes as long as the ring: one rank computes it for all
     if ctx.rank == 0:
         mine = ring_check.oracle(case, whole, chunk, torch.float64)
     elif ctx.rank == 1:
-        mine = one_process(case, whole, chunk, fp8_backward, impl)
+        mine = one_process(case, whole, chunk, impl)
     results: list[Any] = [None] * ctx.size
     dist.all_gather_object(results, {name: x.cpu() for name, x in mine.items()}, ctx.group)
     want, alone = (
@@ -91,14 +89,14 @@ PATHS: dict[str, Callable[[], AbstractContextManager]] = {
 }
 
 
-def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, fp8_backward: str = "bf16") -> None:
+def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, impl: str = IMPL) -> None:
     """Assert that this rank's results keep within the tolerance, and if operands are equal, that they hardly differ."""
     with PATHS[path]():
         for case in cases:
-            got, alone = compared(ctx, case, chunk, fp8_backward)
-            # With "fp8" the scales of dK and dV follow from the queries of the rank.
+            got, alone = compared(ctx, case, chunk, impl)
+            # With "_all" the scales of dK and dV follow from the queries of the rank.
             # In stripes, 64 rows of q share a scale that are not neighbours in one process.
-            if chunk % ALIGNED == 0 and fp8_backward != "fp8" and case.layout != "striped":
+            if chunk % ALIGNED == 0 and not impl.endswith("_all") and case.layout != "striped":
                 assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("heads") else ())
 
 
@@ -132,10 +130,10 @@ def test_a_window_begins_inside_of_a_chunk(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("path", ["hops", "heads"])
-@pytest.mark.parametrize("fp8_backward", ["fp8_scores", "fp8"])
-def test_products_of_the_backward(pool: Pool, path: str, fp8_backward: str) -> None:
-    """The forward keeps the largest score of each row for "fp8"."""
-    pool.run(check_all, [*MASKS[path == "heads" :: 20], *SHAPES[::2]], ALIGNED, path, fp8_backward, size=2)
+@pytest.mark.parametrize("impl", ["reference_fp8_scores", "reference_fp8_all"])
+def test_products_of_the_backward(pool: Pool, path: str, impl: str) -> None:
+    """The forward keeps the largest score of each row for "_all"."""
+    pool.run(check_all, [*MASKS[path == "heads" :: 20], *SHAPES[::2]], ALIGNED, path, impl, size=2)
 
 
 def sent(ctx: Context, case: Case, chunk: int, path: str) -> list[tuple[str, int]]:
@@ -166,7 +164,7 @@ def test_records_travel(pool: Pool, path: str, chunk: int) -> None:
 
 
 def test_exchanged_heads(pool: Pool) -> None:
-    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, "hops", "fp8", size=2)
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, "hops", "reference_fp8_all", size=2)
 
 
 def check_other_blocks(ctx: Context) -> None:
@@ -193,9 +191,9 @@ def test_other_inputs_are_refused_by_name(head_dim: int, dtype: torch.dtype, pro
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"impl": "auto", "fp8_backward": "fp8"}, ValueError, "must be 'bf16' with impl='reference', got 'fp8'"),
-        ({"impl": IMPL, "fp8_backward": "e5m2"}, ValueError, "must be one of .*, got 'e5m2'; use 'bf16'"),
-        ({"impl": IMPL, "fp8_backward": "fp8", "deterministic": True}, NotImplementedError, "deterministic must be"),
+        ({"impl": IMPL, "fp8_backward": "fp8"}, TypeError, "unexpected keyword argument 'fp8_backward'"),
+        ({"impl": "reference_fp8_e5m2"}, ValueError, "must be 'auto' or one of .*, got 'reference_fp8_e5m2'"),
+        ({"impl": "reference_fp8_all", "deterministic": True}, NotImplementedError, "deterministic must be False .*"),
     ],
 )
 def test_other_backwards_are_refused_by_name(options: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -113,7 +113,7 @@ def test_padding_changes_nothing(ctx: Context, bounds: tuple[int, ...] | None) -
     ring, whole = build("gpt_oss", ctx.group), build("gpt_oss", None)
     ids = tokens()[:, :-4]
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    padded, _, padded_bounds = ringflash.pad_sequence(ids, None, cu_seqlens, cp_size=ctx.size, multiple_of=4)
+    padded, _, padded_bounds, _ = ringflash.pad_sequence(ids, None, cu_seqlens, cp_size=ctx.size, multiple_of=4)
     mask = (torch.arange(padded.shape[1]) < ids.shape[1])[None]
     batch = huggingface.prepare_batch(padded, group=ctx.group, cu_seqlens=padded_bounds, attention_mask=mask)
     assert padded.shape[1] == LENGTH

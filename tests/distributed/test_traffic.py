@@ -35,6 +35,8 @@ CASES = [
     Case(documents="crossing", layout="balanced"),
     Case(documents="aligned", layout="balanced"),
     Case(documents="divisible", window="left", layout="documents"),
+    Case(documents="rollouts", layout="contiguous"),
+    Case(documents="diffusion"),
 ]
 
 

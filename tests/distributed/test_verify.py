@@ -109,10 +109,10 @@ def test_more_baselines_hide_no_other_scale(pool: Pool, patch: str, drawn: int) 
     assert not passed and count == drawn and (ratio > 100) == (drawn == 0)
 
 
-@pytest.mark.parametrize("fp8_backward", ["bf16", "fp8"])
-def test_a_right_training_in_fp8_passes(pool: Pool, fp8_backward: str) -> None:
+@pytest.mark.parametrize("impl", ["reference_fp8", "reference_fp8_all"])
+def test_a_right_training_in_fp8_passes(pool: Pool, impl: str) -> None:
     """Limits are twice its own error on one device, and printed ones against exact attention."""
-    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right_in_fp8", fp8_backward, BOUNDS, size=2))
+    passed, failed, _, _ = same_on_all_ranks(pool.run(report_of, "right_in_fp8", impl, BOUNDS, size=2))
     assert passed, failed
 
 

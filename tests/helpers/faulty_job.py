@@ -64,15 +64,7 @@ class Job:
     """
 
     def __init__(
-        self,
-        size: int,
-        *,
-        transport: str,
-        fault: str,
-        device: str,
-        impl: str,
-        victim: int = 1,
-        timeout_s: float,
+        self, size: int, *, transport: str, fault: str, device: str, impl: str, victim: int = 1, timeout_s: float
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
         self._ranks: list[subprocess.Popen[bytes] | _Forked] = []

@@ -34,10 +34,10 @@ def right(group: Group, kind: str = "llama") -> Training:
     return Training(huggingface.CausalLMWithLoss(model, group))
 
 
-def right_in_fp8(group: Group, fp8_backward: str = "bf16") -> Training:
+def right_in_fp8(group: Group, impl: str = "reference_fp8") -> Training:
     """Attention in FP8, of which nothing is wrong."""
     model = build(head_dim=64)
-    huggingface.set_group(model, group, impl="reference_fp8", fp8_backward=fp8_backward)
+    huggingface.set_group(model, group, impl=impl)
     return Training(huggingface.CausalLMWithLoss(model, group))
 
 

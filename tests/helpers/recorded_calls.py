@@ -15,7 +15,15 @@ from unittest import mock
 
 import torch
 
-from ringflash.attention import gather_by_heads, gathered_buffers, gradient_return, head_exchange, schedule, sections
+from ringflash.attention import (
+    gather_by_heads,
+    gather_units,
+    gathered_buffers,
+    gradient_return,
+    head_exchange,
+    schedule,
+    sections,
+)
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import AllToAll
 from ringflash.attention.operands import Operands
@@ -202,7 +210,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
 
     arrived, one_head = AllToAll.arrived, lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])
     stack = ExitStack()
-    for module in (gathered_buffers, gradient_return, gather_by_heads, head_exchange):
+    for module in (gathered_buffers, gradient_return, gather_units, head_exchange):
         stack.enter_context(mock.patch.object(module, "buffer", lambda *args: now[0].buffer(*args)))
     for target, name, value in (
         (sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else 1 << 40),
@@ -211,9 +219,10 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (sections, "choose_sections", one_head),
         (gathered_buffers, "publish", publish),
         (gradient_return, "collect", collect),
-        (gather_by_heads, "begin_checked_backward", lambda *args, **options: Pass(now, *args, **options)),
+        (gather_units, "begin_checked_backward", lambda *args, **options: Pass(now, *args, **options)),
         (gather_by_heads, "watching", lambda *_: Unwatched()),
         (gather_by_heads, "transport_name", lambda memory: memory.name),
+        (gather_units, "transport_name", lambda memory: memory.name),
         (head_exchange, "watching", lambda *_: Unwatched()),
         (call_numbers, "expect", lambda *_: None),
         (Operands, "forward", lambda *_: forward),

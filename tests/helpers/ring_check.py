@@ -79,14 +79,7 @@ def oracle(case: Case, whole: Problem, chunk: int, dtype: torch.dtype) -> dict[s
 
 
 def run(
-    ctx: Context,
-    case: Case,
-    whole: Problem,
-    chunk: int,
-    impl: str,
-    *,
-    deterministic: bool = False,
-    fp8_backward: str = "bf16",
+    ctx: Context, case: Case, whole: Problem, chunk: int, impl: str, *, deterministic: bool = False
 ) -> dict[str, torch.Tensor]:
     """out, dq, dk and dv of this rank by `ring_attention`, and lse if the loss sees it."""
     q, k, v = (strided(shard(ctx, case, x), case.strides).requires_grad_() for x in whole[:3])
@@ -95,7 +88,7 @@ def run(
         q, k, v, group=ctx.group, causal=case.causal, window_size=case.window_size(chunk),
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
         softmax_scale=case.softmax_scale, layout=case.layout, impl=impl, return_lse=case.lse_gradient,
-        deterministic=deterministic, fp8_backward=fp8_backward, transport=case.transport,
+        deterministic=deterministic, transport=case.transport,
     )  # fmt: skip
     dout = shard(ctx, case, whole.dout)
     if case.strides == "expanded_dout":

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
-from ringflash.attention.gather_by_heads import BackwardUnits
+from ringflash.attention.gather_units import BackwardUnits
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.lanes import Lanes
@@ -145,10 +145,10 @@ def layers(ctx: Context, second: dist.ProcessGroup, impl: str, number: int, draw
         q, k, v, dout = (
             torch.randn(1, rows, heads[x], 128, device=ctx.device, dtype=torch.bfloat16) for x in (0, 1, 1, 0)
         )
-        products = draw.choice(("bf16", "fp8", "fp8_scores")) if impl.endswith("fp8") else "bf16"
+        products = draw.choice(("", "_all", "_scores")) if impl.endswith("fp8") else ""
         options = {
-            "group": place, "transport": transport, "impl": impl, "fp8_backward": products,
-            "window_size": (200, 0) if draw.random() < 0.3 else (-1, -1), "deterministic": products == "bf16",
+            "group": place, "transport": transport, "impl": impl + products,
+            "window_size": (200, 0) if draw.random() < 0.3 else (-1, -1), "deterministic": products == "",
         }  # fmt: skip
         layer = Layer([x.requires_grad_() for x in (q, k, v)], dout, options, [])
         layer.expected = [x.clone() for x in layer.backward(layer.forward())]

@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str) -> set[bool]:
+def check(ctx: Context, transport: str, chunk: int, impl: str) -> set[bool]:
     """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
     rounded: set[bool] = set()
     unpacked, published = Operands.unpack, GatheredKV.publish
@@ -47,19 +47,19 @@ def check(ctx: Context, transport: str, chunk: int, fp8_backward: str, impl: str
         spies.setattr(Operands, "unpack", unpack)
         spies.setattr(GatheredKV, "publish", publish)
         for case in CASES:
-            compared(ctx, case, chunk, fp8_backward, impl)
+            compared(ctx, case, chunk, impl)
     return rounded
 
 
-@pytest.mark.parametrize("fp8_backward", ["bf16", "fp8_scores", "fp8"])
+@pytest.mark.parametrize("products", ["", "_scores", "_all"])
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
-def test_records_travel(pool: Pool, setup: Setup, transport: str, fp8_backward: str) -> None:
+def test_records_travel(pool: Pool, setup: Setup, transport: str, products: str) -> None:
     """In chunks of whole records."""
     if setup.backend == "gloo":
         transport, impl = "gloo", "reference_fp8"
     else:
         impl = "hopper_fp8"
-    seen = pool.run(check, transport, ALIGNED, fp8_backward, impl)
+    seen = pool.run(check, transport, ALIGNED, impl + products)
     assert seen == [{True}] * setup.ranks
 
 
@@ -68,4 +68,4 @@ def test_other_chunks(pool: Pool, setup: Setup, transport: str) -> None:
     """Chunks of 160 tokens: by heads, K and V travel in bf16."""
     if setup.backend == "gloo":
         pytest.skip("gloo gathers nothing by heads")
-    assert pool.run(check, transport, 160, "fp8", "hopper_fp8") == [{False}] * setup.ranks
+    assert pool.run(check, transport, 160, "hopper_fp8_all") == [{False}] * setup.ranks

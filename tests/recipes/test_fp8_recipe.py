@@ -47,7 +47,7 @@ def curve(folder: Path, impl: str, float8: str = "null") -> Path:
     folder, flags = folder / f"{impl}_{float8}", {**FLAGS, "model.impl": impl, "model.float8": float8}
     flags |= {"output_dir": folder, "data.folder": write_text(folder.parent / "text")}
     recipes = ROOT / "recipes" / "lightning"
-    overlay = [f"--config={recipes / 'fp8.yaml'}"] if impl == "reference_fp8" else []
+    overlay = [f"--config={recipes / 'fp8.yaml'}"] if impl == "reference_fp8_scores" else []
     arguments = (recipes / "quickstart.yaml", *overlay, *(f"--{key}={flags[key]}" for key in flags))
     train(*arguments, num_ranks=2, PYTHONPATH=f".:kernels:{TORCHAO}")
     return newest_curve(folder)
@@ -74,7 +74,7 @@ def first_row(metrics: Path) -> dict[str, str]:
 
 
 def test_attention_in_fp8_follows_exact_attention(exact: Path, tmp_path: Path) -> None:
-    rounded = curve(tmp_path, "reference_fp8")
+    rounded = curve(tmp_path, "reference_fp8_scores")
     check_follows(rounded, exact)
     assert not any("fp8" in name for name in first_row(exact)), "only the overlay measures it"
     found = first_row(rounded)

@@ -157,35 +157,42 @@ def test_slurm_dry_run() -> None:
 
 
 FARM = """#!/usr/bin/env bash
-# Nodes a1 to a4: a1 has a fault, and a2 gets one in the first training.
+# Nodes a1 to a4: a1 has a fault, and a2 gets one in the first training. $SIGNAL is sent during the check after it.
 echo "$*" >>"$FOLDER/asked"
 case "$*" in
-  *check.sh*) for i in 4 3 2; do if [[ $i != 2 || ! -e $FOLDER/broken ]]; then echo "a$i"; fi; done ;;
+  *check.sh*)
+    if [[ -e $FOLDER/broken && $SIGNAL ]]; then kill -s "$SIGNAL" "$LAUNCHER"; fi
+    for i in 4 3 2; do if [[ $i != 2 || ! -e $FOLDER/broken ]]; then echo "a$i"; fi; done ;;
   *a2,a3*) touch "$FOLDER/broken"; exit 3 ;;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("spare", "trained", "ends"),
+    ("spare", "sent", "trained", "ends"),
     [
-        ("2", ["a2,a3", "a3,a4"], ""),
-        ("1", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
-        ("0", [], "got 3 of 4"),
+        ("2", "", ["a2,a3", "a3,a4"], ""),
+        ("1", "", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
+        ("0", "", [], "got 3 of 4"),
+        ("2", "USR1", ["a2,a3"], "requeue 7"),
     ],
 )
-def test_slurm_trains_on_nodes_without_a_fault(tmp_path: Path, spare: str, trained: list[str], ends: str) -> None:
-    """A node that fails meanwhile is replaced by a spare, until there are too few."""
-    for name, text in (("srun", FARM), ("scontrol", "#!/usr/bin/env bash\nprintf 'a%s\\n' 1 2 3 4\n")):
+def test_slurm_trains_on_nodes_without_a_fault(
+    tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str
+) -> None:
+    """A node that fails meanwhile is replaced by a spare, until there are too few, or the time is over."""
+    scontrol = "#!/usr/bin/env bash\nif [[ $1 == show ]]; then printf 'a%s\\n' 1 2 3 4; else echo \"$*\"; fi\n"
+    for name, text in (("srun", FARM), ("scontrol", scontrol)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "a[1-4]", "SLURM_SUBMIT_DIR": str(ROOT)}
-    place = {"FOLDER": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    place = {"FOLDER": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SIGNAL": sent}
+    batch = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
     try:
-        output = run(["bash", "launch/slurm.sbatch"], timeout_s=30.0, CHECK="1", SPARE=spare, **job, **place)
+        output = run(batch, timeout_s=30.0, CHECK="1", SPARE=spare, **job, **place)
     except AssertionError as failed:
         output = str(failed)
-    assert ends in output and ("exit status" in output) == bool(ends)
+    assert ends in output and ("exit status" in output) == ("got" in ends)
     asked = (tmp_path / "asked").read_text().splitlines()
     assert [line.split("--nodelist ")[1].split()[0] for line in asked if "--nodelist" in line] == trained
 

@@ -88,9 +88,10 @@ def test_pip_keeps_the_installed_torch(torch_version: str, triton_version: str, 
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}"
         (site / f"{name}-{version}.dist-info" / "METADATA").write_text(metadata)
     (tmp_path / "none.txt").write_text("# in place of constraints of this machine\n")
-    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv" / "bin" / "python", "install", "--retries", "0"]
+    pip = [sys.executable, "-m", "pip", "--python", tmp_path / "venv" / "bin" / "python", "install", "--dry-run"]
+    options = {"PIP_CONSTRAINT": str(tmp_path / "none.txt"), "PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "5"}
     try:
-        said = run([*pip, "--dry-run", f".{extras}"], PIP_CONSTRAINT=str(tmp_path / "none.txt"))
+        said = run([*pip, f".{extras}"], **options)
     except AssertionError as error:
         if "(from versions: none)" in str(error):
             pytest.skip(f"no registry: {str(error)[-200:]}")

@@ -37,14 +37,14 @@ def test_steps_of_two_lengths(tmp_path: Path) -> None:
     flags = [f"--{key}={value}" for key, value in FLAGS.items()]
     output = run_ranks(
         "benchmarks.train_steps", "--lengths", "192,384", "--warm_up", "96", "--waits", "--document_tokens", "100",
-        "--attention", "reference,reference_fp8:fp8",
+        "--attention", "reference,reference_fp8_all",
         "--json", tmp_path / "results", "--output_dir", tmp_path / "run",
         "--config", recipe / "qwen3_8b_pretrain.yaml", "--config", recipe / "1m_cp8_8gpus.yaml", *flags, num_ranks=2,
     )  # fmt: skip
     result = json.loads((tmp_path / "results").read_text())
     steps = result["steps"]
     order = (("warm_up", 96), ("timed", 192), ("waits", 192), ("timed", 384), ("waits", 384))
-    kernels = ("reference", "reference_fp8:fp8")
+    kernels = ("reference", "reference_fp8_all")
     want = [(*pair, kernel) for pair in order for kernel in kernels]
     want.insert(2, want[1])
     assert [(step["kind"], step["seqlen"], step["attention"]) for step in steps] == want
@@ -105,8 +105,8 @@ def test_schedule() -> None:
         Step(16, "timed", traced=True), Step(16, "waits"),
     ]  # fmt: skip
     assert len(schedule("8x2,16", 4, waits=False)) == 5
-    both = [Step(8, "timed", traced, kernel) for traced in (False, True) for kernel in ("hopper", "hopper_fp8:fp8")]
-    assert schedule("8x2", 4, False, ["hopper", "hopper_fp8:fp8"])[3:] == both
+    both = [Step(8, "timed", traced, kernel) for traced in (False, True) for kernel in ("hopper", "hopper_fp8_all")]
+    assert schedule("8x2", 4, False, ["hopper", "hopper_fp8_all"])[3:] == both
 
 
 @pytest.mark.parametrize("lengths", ["8k", "8x0", "", "8,x2", "8xmany"])

@@ -38,12 +38,14 @@ else
   export RDZV_ENDPOINT=127.0.0.1:$port
 fi
 
+# Not with `wait` alone: bash 5.2 may exit with 255, or report the signal, if one arrives meanwhile (launch/common.sh).
+exec {never}<> <(:)
 on 1 "$@" &
 hosts=("$!")
 on 0 "$@" &
 hosts+=("$!")
 trap 'kill -USR1 "${hosts[@]}" 2>/dev/null || true' USR1
 for host in "${hosts[@]}"; do
-  while kill -0 "$host" 2>/dev/null; do wait "$host" || true; done  # a signal ends `wait`
-  wait "$host"
+  while kill -0 "$host" 2>/dev/null; do read -rt 0.5 -u "$never" || true; done
+  wait "$host" || wait "$host"  # again if a signal interrupted it
 done

@@ -41,11 +41,11 @@ def test_rows_and_figures(tmp_path: Path) -> None:
 def test_rows_in_fp8(tmp_path: Path) -> None:
     """Ours and the ideal are rounded, what cannot be is left out, and results say so in their name."""
     file = tmp_path / "ring.json"
-    fp8 = ("--impl", "reference_fp8", "--fp8_backward", "fp8_scores")
+    fp8 = ("--impl", "reference_fp8_scores")
     arguments = ("--toy", "--probes", "--rows", "causal", "--rounds", "1", *fp8, "--json", file)
     launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
     for result in json.loads(file.read_text())["results"]:
-        assert result["row"] == f"{TOY[0]}, reference_fp8 with backward fp8_scores"
+        assert result["row"] == f"{TOY[0]}, reference_fp8_scores"
         assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
         assert result["left_out"]["one device, flash-attn-4"] == "does not compute in the chosen impl"
         # Gradients as above; own and arriving K/V in two records, each of a head's 128 keys with their scales.

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import gather_by_heads
-from ringflash.attention.gather_by_heads import ForwardUnits, HeadGather
+from ringflash.attention import gather_units
+from ringflash.attention.gather_units import ForwardUnits, GatherCall
 from ringflash.attention.sections import Unit
 from ringflash.comm import transport
 from ringflash.comm.transport import Message, PointToPoint, point_to_point
@@ -44,10 +44,10 @@ def test_no_number_is_refused(num_sms: Any) -> None:
 def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
     ringflash.set_comm_sms(left)
     q, block, gathered = torch.zeros(1, 4, 2, 16), mock.Mock(), mock.MagicMock()
-    call = HeadGather((block,), mock.Mock(), "hopper", 1.0, False)
+    call = GatherCall((block,), mock.Mock(), "hopper", 1.0, False)
     with (
-        mock.patch.object(gather_by_heads, "kernels_of", mock.Mock()),
-        mock.patch.object(gather_by_heads, "transport_name", lambda _: "nccl"),
+        mock.patch.object(gather_units, "kernels_of", mock.Mock()),
+        mock.patch.object(gather_units, "transport_name", lambda _: "nccl"),
         mock.patch("torch.cuda.get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132)),
     ):
         work, unit = ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None), Unit(0, 0, 0)

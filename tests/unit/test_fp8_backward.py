@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ringflash_kernels import attention_backward, attention_forward, begin_backward, fp8_reference
+from ringflash_kernels.api import needs_row_max
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Fp8ReferenceBackward
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.oracle import attention
@@ -150,10 +151,9 @@ def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place, products):
 @pytest.mark.parametrize(
     "products, head_dim, deterministic, error, message",
     [
-        ("int8", 64, False, ValueError, "fp8_backward must be one of .*, got 'int8'; use 'bf16'"),
-        ("fp8", 256, False, NotImplementedError, "head_dim must be at most 128 .*, got 256; use fp8_backward='bf16'"),
+        ("fp8", 256, False, NotImplementedError, "head_dim must be at most 128 .*, got 256; use 'hopper_fp8', whose"),
         ("fp8", 64, False, ValueError, "row_max must be given .*, got None; pass what attention_forward writes"),
-        ("fp8_scores", 64, True, NotImplementedError, "deterministic must be False .*, got True, .*; use fp8_"),
+        ("fp8_scores", 64, True, NotImplementedError, "deterministic must be False .*, got True, .*; use 'hopper_fp8'"),
     ],
 )
 def test_refusals(products, head_dim, deterministic, error, message):
@@ -176,35 +176,22 @@ def test_other_heads_than_it_began_with_are_refused():
 
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:
     q, k, v, dout = _tensors("normal", 128, 64)
-    row_max = torch.empty(1, 2, 128) if options.get("fp8_backward") == "fp8" and impl != "reference" else None
+    row_max = torch.empty(1, 2, 128) if needs_row_max(impl) else None
     out, lse = attention_forward(q, k, v, impl=impl, causal=True, row_max=row_max)
     options = {"row_max": row_max} | options
     return attention_backward(dout, q, k, v, out, lse, impl=impl, causal=True, **options)
 
 
 def test_the_products_are_chosen_by_name():
-    """They differ from one another, and "bf16" is the default."""
-    default = _call("reference_fp8")
-    bf16, scores, fp8 = (_call("reference_fp8", fp8_backward=x) for x in PRODUCTS)
-    assert all(map(torch.equal, default, bf16))
+    bf16, scores, fp8 = (_call(f"reference_fp8{x}") for x in ("", "_scores", "_all"))
     assert not torch.equal(bf16[0], scores[0]) and not torch.equal(scores[1], fp8[1])
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"fp8_backward": "fp8"}, "fp8_backward must be 'bf16' with impl='reference', got 'fp8'; leave it out, or use"),
-        ({"row_max": torch.zeros(1, 2, 128)}, "row_max must be left out with impl='reference', got one; use"),
-    ],
-)
-def test_other_implementations_do_not_ignore_the_choice(option, message):
-    with pytest.raises(ValueError, match=message):
-        _call("reference", **option)
-
-
-def test_row_maxima_must_fit():
+def test_row_maxima_must_be_used_and_fit():
+    with pytest.raises(ValueError, match="row_max must be left out with impl='reference', got one; use"):
+        _call("reference", row_max=torch.zeros(1, 2, 128))
     with pytest.raises(ValueError, match="row_max must be .*, got .*; make it with torch.empty_like"):
-        _call("reference_fp8", fp8_backward="fp8", row_max=torch.zeros(1, 2, 64))
+        _call("reference_fp8_all", row_max=torch.zeros(1, 2, 64))
 
 
 def test_the_forward_keeps_the_largest_scores():

@@ -26,6 +26,7 @@ LAYERS = (
     ("deepspeed",),
     ("accelerate",),
     ("megatron",),
+    ("torchtitan",),
     ("testing",),
     ("verify",),
     ("commands",),

@@ -12,6 +12,7 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.batch import _checksum
+from ringflash.huggingface.spans import Use
 from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
@@ -341,14 +342,21 @@ def test_refuses_caches_of_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> N
         huggingface.set_group(model, None)
 
 
-def test_refuses_blocks_of_tokens_that_see_one_another() -> None:
+def test_masks_of_spans_are_read() -> None:
     """PaliGemma's prompt, by token_type_ids; packed documents, which transformers finds by positions, are no such."""
     from transformers.masking_utils import create_causal_mask
 
     blocks, embeds = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, 32)
     config = build().config
-    assert create_causal_mask(config, embeds, None, None, position_ids=torch.arange(LENGTH)[None] % 8) is None
+    packed = torch.arange(LENGTH)[None] % 8
+    assert create_causal_mask(config, embeds, None, None, position_ids=packed) is None
+    for positions in (None, packed):
+        found = create_causal_mask(config, embeds, None, None, position_ids=positions, block_sequence_ids=blocks)
+        assert torch.equal(found.ids, blocks) and found.use is Use.WITHIN_WINDOW
     with pytest.raises(NotImplementedError, match="one that the model changes; leave token_type_ids out"):
+        create_causal_mask(config, embeds, None, None, or_mask_function=lambda *_: torch.tensor(True))
+    config.model_type = "molmo2_text"
+    with pytest.raises(NotImplementedError, match="must not be given to Molmo 2"):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 

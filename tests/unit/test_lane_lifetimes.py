@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention import gather_by_heads, head_exchange, schedule, sections
+from ringflash.attention import gather_units, head_exchange, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
@@ -27,7 +27,7 @@ from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import NcclGather, Pending, PointToPoint, lanes
 from ringflash.comm.watchdog import Unwatched
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import begin_checked_backward, rounds
+from ringflash_kernels.api import begin_checked_backward, needs_row_max, rounds
 from ringflash_kernels.hopper.launcher import Launcher
 from tests.emulator.host import cuda_properties
 
@@ -154,7 +154,7 @@ def passes(
         torch.zeros(1, rows, heads * num_sections, dim, dtype=dtype)
         for heads, dim in ((2, dims[0]), (2, dims[1]), (1, dims[0]), (1, dims[1]))
     )
-    row_max = torch.zeros(1, 2 * num_sections, rows) if options.get("fp8_backward") == "fp8" else None
+    row_max = torch.zeros(1, 2 * num_sections, rows) if needs_row_max(impl) else None
     heads = (1,) * num_sections
     deterministic = options.pop("deterministic", False)
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
@@ -170,12 +170,9 @@ KERNELS: dict[str, dict[str, Any]] = {
     "hopper, deterministic": {"impl": "hopper", "dims": (96, 96), "deterministic": True},
     "hopper, wide": {"impl": "hopper", "dims": (256, 256)},
     "hopper, narrow values": {"impl": "hopper", "dims": (192, 128)},
-    "reference_fp8": {"impl": "reference_fp8", "dims": (64, 64), "fp8_backward": "fp8"},
-    **{
-        f"hopper_fp8, {products}": {"impl": "hopper_fp8", "dims": (128, 128), "fp8_backward": products}
-        for products in ("bf16", "fp8_scores", "fp8")
-    },
-    "hopper_fp8, blocks": {"impl": "hopper_fp8", "dims": (64, 64), "fp8_backward": "fp8", "num_blocks": 2},
+    "reference_fp8": {"impl": "reference_fp8_all", "dims": (64, 64)},
+    **{impl: {"impl": impl, "dims": (128, 128)} for impl in ("hopper_fp8", "hopper_fp8_scores", "hopper_fp8_all")},
+    "hopper_fp8, blocks": {"impl": "hopper_fp8_all", "dims": (64, 64), "num_blocks": 2},
 }
 
 
@@ -211,7 +208,7 @@ class Late:
 
 
 def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
-    with mock.patch.object(gather_by_heads, "begin_checked_backward", Late):
+    with mock.patch.object(gather_units, "begin_checked_backward", Late):
         assert any("(1, 8, 2, 128)" in fault or "(2, 8, 128)" in fault for fault in faults(streams, 5, "hopper"))
 
 

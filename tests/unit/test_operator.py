@@ -22,14 +22,14 @@ from ringflash.attention.api import attend
 from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
-from ringflash.sequence.layout import read_bounds
+from ringflash.sequence.layout import read_documents
 from ringflash_kernels import reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-OPTIONS = (-1, -1, "zigzag", "reference", "auto", False, "bf16")  # window, layout, ... , fp8_backward
+OPTIONS = (-1, -1, "zigzag", "reference", "auto", False)  # window, layout, ... , deterministic
 
 
 def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,7 +187,7 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
         with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
             ringflash.ring_attention(*draw(), group=None)
-        assert CallOptions(None, *attend.call_args.args[5:14]).deterministic == enabled
+        assert CallOptions(None, *attend.call_args.args[5:13]).deterministic == enabled
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -294,7 +294,7 @@ def test_explain_names_kernel_and_work() -> None:
     assert explained.num_visible == 16 * 17 // 2
     assert "flash2 cannot take dtype torch.float64" in explained.impl_reason
     assert "136 visible pairs on this rank" in str(explained)
-    for options in ({"fp8_backward": "fp8"}, {"impl": "reference_fp8", "fp8_backward": "fp8", "deterministic": True}):
+    for options in ({"impl": "fp8"}, {"impl": "reference_fp8_all", "deterministic": True}):
         with pytest.raises((ValueError, NotImplementedError)) as refusal:
             ringflash.ring_attention(*draw(), group=None, **options)
         with pytest.raises(type(refusal.value), match=re.escape(str(refusal.value))):
@@ -451,7 +451,7 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
         bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
-    assert read_bounds(elsewhere) == (0, 5, 16)
+    assert read_documents(elsewhere).bounds == (0, 5, 16)
 
 
 @pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])

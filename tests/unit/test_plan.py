@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from benchmarks.train_steps import document_bounds
 from ringflash import huggingface
-from ringflash.attention.gather_by_heads import ForwardUnits
+from ringflash.attention.gather_units import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import CallShape
@@ -48,14 +48,7 @@ from ringflash.commands.plan.memory import (
     worst_moment,
 )
 from ringflash.commands.plan.ring import Ring, buffer_bytes, pipeline_seconds, ring_of
-from ringflash.commands.plan.search import (
-    CHANGES,
-    cheapest_change,
-    fastest_split,
-    fewest_gpus,
-    fits,
-    longest_sequence,
-)
+from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
@@ -63,6 +56,7 @@ from ringflash.lightning import float8
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.api import rounds
 from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
 from tests.recipes.launching import ROOT
 
@@ -88,7 +82,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 JOB = TrainingJob(
     model=model_of(QWEN3_8B)[0], seqlen=1 << 20, cp_size=8, checkpointing="attention_kept", mlp_tile_tokens=8192
 )
-IN_FP8 = replace(JOB, fp8_backward="fp8")
+IN_FP8 = replace(JOB, impl="hopper_fp8_all")
 NARROW_VALUES = replace(JOB, model=replace(JOB.model, head_dim=192, value_dim=128))
 LINK = HOST.gpu.nvlink_gbytes * HOST.rates.copies * 1e9
 
@@ -131,11 +125,11 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
         )
     )
     group = mock.Mock(**{"size.return_value": job.cp_size, "rank.return_value": rank})
-    impl = "reference" if job.fp8_backward is None else "reference_fp8"
+    impl = "reference_fp8" if rounds(job.impl) else "reference"
     call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
     shape = CallShape.of(q, k, v)
     memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
-    operands = Operands.of(k, v, rounded=job.fp8_backward is not None, for_backward=True)
+    operands = Operands.of(k, v, rounded=rounds(job.impl), for_backward=True)
     keys = max(block.capacity for block in blocks)
 
     def gather() -> None:
@@ -331,11 +325,13 @@ def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
 
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:
-    seqlen, products = step["seqlen"], step.get("attention", "").partition(":")[2]
+    seqlen = step["seqlen"]
+    named = step.get("attention") or "auto"
+    impl = named.replace(":fp8_", "_").replace(":fp8", "_all")  # "hopper_fp8:fp8" in earlier results
     bounds = document_bounds(seqlen, run.get("document_tokens", 0))
     job = TrainingJob(
         model=model_of(run["model"])[0], seqlen=seqlen, cp_size=run["ranks"], precision=run["precision"],
-        visible_fraction=visible_fraction(seqlen, [None], bounds), fp8_backward=products or None,
+        visible_fraction=visible_fraction(seqlen, [None], bounds), impl=impl,
         float8="tensorwise" if "--model.float8 tensorwise" in run["command"] else None,
         **{**run["memory"], "liger": bool(run["memory"]["liger"]) and run.get("liger-kernel") != "none"},
     )  # fmt: skip
@@ -783,7 +779,7 @@ def test_a_job_is_that_of_the_recipes_and_the_flags_over_them(
 
 def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
     """The overlay's backward is planned; attention is faster by the rates, everything else as without."""
-    flags = ["--model.impl", "hopper_fp8", "--model.fp8_backward", "fp8"]
+    flags = ["--model.impl", "hopper_fp8_all"]
     plain, overlaid, asked = (
         plan([TO_PRETRAIN, *more], "--gpus", "8", "--json", *options).said["step_seconds"]
         for more, options in (([], []), ([str(RECIPES / "fp8.yaml")], []), ([], flags))
@@ -824,11 +820,6 @@ def test_a_plan_takes_the_recipes_of_float8_that_training_takes() -> None:
         (["--seqlen", "1k", "--trainer.precision", "32-true"], "for a plan, got '32-true'"),
         (["--seqlen", "1k", "--model.float8", "perhaps"], "float8 must be one of ('tensorwise', "),
         (["--seqlen", "1k", "--model.impl", "flash9"], "impl must be 'auto' or one of "),
-        (["--seqlen", "1k", "--model.fp8_backward", "fp8"], "fp8_backward must be 'bf16' with impl='auto', got 'fp8'"),
-        (
-            ["--seqlen", "1k", "--model.impl", "hopper_fp8", "--model.fp8_backward", "fp4"],
-            "fp8_backward must be one of ('bf16', 'fp8_scores', 'fp8'), got 'fp4'",
-        ),
         (["config.json", "--seqlen", "1k"], "files must be one configuration or recipes, got 2 files"),
     ],
 )
@@ -843,6 +834,7 @@ def test_command_refuses(plan: Plan, options: list[str], message: str) -> None:
         ({"data": {"init_args": {"seqlen": "64k"}}}, "seqlen must be an integer of 1 or more, got '64k'"),
         ({"model": {"memory": {"checkpoints": "full"}}}, "a recipe with model.model and data, got TypeError"),
         ({"model": {"memory": {"liger": "yes"}}}, "liger must be true, false or 'auto', got 'yes'"),
+        ({"model": {"fp8_backward": "fp8"}}, "model.fp8_backward must be left out, got 'fp8'; write model.impl: "),
         ({"trainer": {"strategy": "deepspeed"}}, "strategy must be ContextParallelStrategy for a plan, got deepspeed"),
         (
             {"trainer": {"strategy": {"init_args": {"data_parallel_size": "two", "context_parallel_size": 4}}}},

@@ -39,7 +39,27 @@ def problems(
         cuts = []
     unit = 2 * cp_size if layout == "documents" else 1
     bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c // unit * unit for c in cuts if c < seqlen)}))
-    return SequenceMask(seqlen, draw(st.booleans()), (draw(side), draw(side)), bounds), cp_size, layout
+    window = draw(side), draw(side)
+    if bounds is not None and len(bounds) > 2 and draw(st.booleans()):
+        parents, both = draw(trees(len(bounds) - 1))
+        return SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both), cp_size, layout
+    return SequenceMask(seqlen, draw(st.booleans()), window, bounds), cp_size, layout
+
+
+@st.composite
+def trees(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Parents of documents, depth first, and which are bidirectional."""
+    parents, path = [], []
+    for index in range(count):
+        del path[draw(st.integers(0, len(path))) :]
+        parents.append(path[-1] if path else -1)
+        path.append(index)
+    return tuple(parents), tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+
+
+def table_of(mask: SequenceMask) -> Sequence[Sequence[int]] | None:
+    """The documents of a mask, as `dense.visible` takes them."""
+    return None if mask.documents is None else mask.documents.rows
 
 
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
@@ -49,8 +69,8 @@ def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
 
 def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:
     """Positions of a rank."""
-    bounds = None if mask.cu_seqlens is None else torch.tensor(mask.cu_seqlens)
-    return local_positions(mask.seqlen, cp_size, rank, layout, bounds)
+    table = None if mask.documents is None else torch.tensor(mask.documents.rows)
+    return local_positions(mask.seqlen, cp_size, rank, layout, table)
 
 
 @given(problems())
@@ -59,7 +79,7 @@ def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, i
     mask, cp_size, layout = problem
     position = torch.arange(mask.seqlen)
     want = dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
+        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
     )
     count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
     rows = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]

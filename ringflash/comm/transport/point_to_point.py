@@ -196,7 +196,7 @@ def set_comm_sms(num_sms: int) -> None:
 
 def comm_sms(impl: str, transport: str | None) -> int:
     """Return the number of SMs that a call leaves free."""
-    return _comm_sms if impl in ("hopper", "hopper_fp8") and transport == "nccl" else 0
+    return _comm_sms if impl.startswith("hopper") and transport == "nccl" else 0
 
 
 def kernel_options(impl: str, transport: str | None, device: torch.device) -> dict[str, int]:

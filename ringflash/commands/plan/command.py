@@ -15,24 +15,17 @@ from rich.table import Table
 
 from ringflash.comm.mesh import mesh_sizes
 from ringflash.commands.console import console
-from ringflash.commands.overlays import lay_over
+from ringflash.commands.overlays import check_keys, lay_over
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.read import model_of
 from ringflash.commands.plan.ring import ring_of
-from ringflash.commands.plan.search import (
-    CHANGES,
-    cheapest_change,
-    fastest_split,
-    fewest_gpus,
-    fits,
-    longest_sequence,
-)
+from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
 from ringflash.huggingface.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import merge_config, read_config
 from ringflash.memory import Memory
-from ringflash_kernels.api import IMPLS, check_fp8_backward, implementation, rounds
+from ringflash_kernels.api import IMPLS, check_backward, implementation, rounds
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
@@ -40,8 +33,7 @@ _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "model.memory.offload_checkpoints": "keep checkpoints on the host",
     "model.memory.mlp_tile_tokens": "tokens whose MLP is computed at a time, 0 is all",
     "model.memory.liger": "count Liger's kernels; auto counts them if the plan can",
-    "model.impl": "hopper_fp8 is attention in FP8",
-    "model.fp8_backward": "backward of hopper_fp8: bf16, fp8_scores or fp8",
+    "model.impl": "hopper_fp8, hopper_fp8_scores and hopper_fp8_all are attention in FP8 (docs/fp8.md)",
     "model.float8": "recipe of torchao for linear layers in FP8",
     "trainer.precision": "bf16-mixed has weights in fp32, bf16-true in bf16",
     "trainer.accumulate_grad_batches": "sequences that a ring computes one after the other in a step",
@@ -141,6 +133,7 @@ def read_recipe(paths: list[Path]) -> dict[str, Any]:
             recipe = lay_over(recipe, dict(yaml.safe_load(path.read_text())))
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ValueError(f"{path} must be a recipe, got {error}; see recipes/lightning.") from error
+    check_keys(recipe)
     return recipe
 
 
@@ -191,11 +184,10 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp}; change one of them.")
     dp_size, cp_size = mesh_sizes(dp, cp, gpus)
     impl: str = model.get("impl") or "auto"
-    fp8_backward: Any = model.get("fp8_backward") or "bf16"
     if impl not in ("auto", *IMPLS):
         raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")
     shape, windows = model_of(config)
-    check_fp8_backward(impl, fp8_backward, shape.head_dim, deterministic=False)
+    check_backward(impl, shape.head_dim, deterministic=False)
     if rounds(impl):
         sizes = shape.head_dim, shape.value_dim
         q, v = (torch.empty(1, 1, 1, size, dtype=torch.bfloat16, device="meta") for size in sizes)
@@ -209,7 +201,7 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
         dp_size=dp_size,
         precision=trainer.get("precision") or "bf16-mixed",
         accumulates=accumulated > 1,
-        fp8_backward=fp8_backward if rounds(impl) else None,
+        impl=impl,
         float8=model.get("float8"),
         **memory,
     )
@@ -250,7 +242,7 @@ def _print(plan: dict[str, Any]) -> None:
         _table(f"memory of a GPU at {plan['memory_at']}", "GiB", memory, f"in all, of {limit / GIB:.1f}"),
         _table("time of a step", "s", plan["step_seconds"], "step"),
     )
-    in_fp8 = job["fp8_backward"] or job["float8"]
+    in_fp8 = rounds(job["impl"]) or job["float8"]
     of_fp8 = f", {100 * plan['mfu'] / FP8_PER_BF16:.0f}% of the FP8 peak" if in_fp8 else ""
     out.print(
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['model_tflops_per_gpu']:.0f} model TFLOP/s a GPU, "

@@ -14,7 +14,6 @@ GIB = 1 << 30
 BF16, FP32 = 2, 4  # bytes of a number
 
 Precision = Literal["bf16-mixed", "bf16-true"]
-Fp8Backward = Literal["bf16", "fp8_scores", "fp8"]
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
@@ -58,9 +57,9 @@ class Rates:
         attention_forward: fraction of the peak FLOP/s in attention's forward, on visible work.
         attention_backward: fraction of the peak FLOP/s in attention's backward, on visible work.
         fp8_attention_forward: attention_forward with FP8, of the bf16 peak.
-        fp8_attention_backward: attention_backward with fp8_backward="fp8", of the bf16 peak.
-        fp8_scores_backward: attention_backward with fp8_backward="fp8_scores", of the bf16 peak.
-        fp8_bf16_backward: attention_backward with fp8_backward="bf16" after a forward in FP8, of the bf16 peak.
+        fp8_attention_backward: attention_backward with impl="hopper_fp8_all", of the bf16 peak.
+        fp8_scores_backward: attention_backward with impl="hopper_fp8_scores", of the bf16 peak.
+        fp8_bf16_backward: attention_backward with impl="hopper_fp8", in bf16 after a forward in FP8, of the bf16 peak.
         copies: fraction of NVLink's GB/s for the copy engine inside a host.
         nvlink: fraction of NVLink's GB/s for NCCL inside a host.
         network_gbytes: GB/s that NCCL reaches over the NIC of one GPU, in one direction.
@@ -122,7 +121,7 @@ class TrainingJob(Memory):
         visible_fraction: fraction of the causal pairs that are visible; below 1 for windows and packed documents.
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
         accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
-        fp8_backward: attention is in FP8 with this backward, as in `ring_attention`; None is exact attention.
+        impl: as in `ring_attention`; all exact kernels are planned at the same rates.
         float8: recipe of torchao by which the layers' linear layers are in FP8; None is bf16.
     """
 
@@ -133,7 +132,7 @@ class TrainingJob(Memory):
     visible_fraction: float = 1.0
     precision: Precision = "bf16-mixed"
     accumulates: bool = False
-    fp8_backward: Fp8Backward | None = None
+    impl: str = "auto"
     float8: Float8 | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from ringflash.comm.transport import CopyEngine, NcclGather
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
 from ringflash.commands.plan.read import ReadShape
 from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.api import rounds
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def ring_of(job: TrainingJob, machine: Machine) -> Ring:
         model = replace(model, num_heads=model.num_heads // gpus, num_kv_heads=kv_heads)
         exchanging, cp_size, on_network = gpus, cp_size // gpus, 1.0
     pairs = int(job.visible_pairs / cp_size)
-    return Ring(model, job.seqlen, cp_size, pairs, job.fp8_backward is not None, exchanging, on_network)
+    return Ring(model, job.seqlen, cp_size, pairs, rounds(job.impl), exchanging, on_network)
 
 
 def buffer_bytes(ring: Ring) -> int:

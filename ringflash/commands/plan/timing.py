@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ringflash.commands.plan.job import BF16, FP32, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import layer_input_bytes
 from ringflash.commands.plan.ring import exposed_seconds, ring_of
+from ringflash_kernels.api import rounds
 
 _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gradient, read and written
 
@@ -63,14 +64,14 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
 
 def _attention_rates(job: TrainingJob, rates: Rates) -> tuple[float, float]:
     """Return the fractions of the bf16 peak in the forward and backward of attention."""
-    if job.fp8_backward is None:
+    if not rounds(job.impl):
         return rates.attention_forward, rates.attention_backward
     of_backward = {
-        "bf16": rates.fp8_bf16_backward,
+        "fp8": rates.fp8_bf16_backward,
         "fp8_scores": rates.fp8_scores_backward,
-        "fp8": rates.fp8_attention_backward,
+        "fp8_all": rates.fp8_attention_backward,
     }
-    return rates.fp8_attention_forward, of_backward[job.fp8_backward]
+    return rates.fp8_attention_forward, of_backward[job.impl.partition("_")[2]]
 
 
 def _passed_bytes(job: TrainingJob) -> float:

@@ -11,8 +11,9 @@ m is the row maximum that P is relative to, and l the sum of a row of P, so a ro
 rescaled only if m grew by much, which is rare after the first blocks.
 That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". For some, the consumers issue
 their products in turns, or both might compute their softmax at the same time, and then leave the tensor cores idle.
-Masked blocks are at the two ends of the walk; the loop between them does not test the mask. `acc` and `lse` of
-earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
+Masked blocks are at the two ends of the walk; the loop between them does not test the mask. Under a two-sided mask the
+walk is a list of stretches of masked and of other blocks (`hopper.walks`), which the producer hands on with the first
+K of each. `acc` and `lse` of earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ringflash_kernels.hopper.compat import (
     opaque,
     reinterpret,
     scale_unless_one,
+    seen_only,
     start_of,
     tma_load,
     tma_store,
@@ -48,13 +50,16 @@ class ForwardVariant:
     """Compile-time choices of the kernel.
 
     Args:
-        mask: "none", "band" (two diagonals) or "bounds" (an interval of keys for each row).
+        mask: "none", "band" (two diagonals), "bounds" (an interval of keys for each row) or "ends" (besides, the end of
+            each key: the row after the last one that sees it).
         resume: read and continue the state of earlier calls.
+        starts: under "ends", rows see only keys from their first one on, as with a window; otherwise that is implied.
     """
 
     tiles: ForwardTiles
     mask: str
     resume: bool
+    starts: bool = False
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -67,9 +72,14 @@ class ForwardVariant:
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.tiles.block_n // 2, 16])
 
     @property
+    def ends_bytes(self) -> int:
+        """Bytes of the ends that arrive with a block of K."""
+        return 4 * self.tiles.block_n if self.mask == "ends" else 0
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of a block of K and V."""
-        return 2 * self.tiles.block_n * (sum(self.tiles.parts) + sum(self.tiles.value_parts))
+        """Bytes of a block of K and V, and of the ends."""
+        return 2 * self.tiles.block_n * (sum(self.tiles.parts) + sum(self.tiles.value_parts)) + self.ends_bytes
 
     @property
     def state_layout(self) -> gl.NVMMASharedLayout:
@@ -100,23 +110,34 @@ class Problem(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Global memory reached without TMA."""
+    """Global memory reached without TMA.
+
+    Args:
+        start, stop: the keys that each row sees; under a two-sided mask for the rows of whole tiles.
+        table, stretches: tiles and stretches of `hopper.walks`; without stretches see `tile_table`.
+    """
 
     lse: int
     start: int
     stop: int
     table: int
+    stretches: int
     counter: int
 
 
 class Shared(NamedTuple):
-    """Shared memory: rings of q, k and v tiles for each part of the head, staging of results, the next ticket."""
+    """Shared memory: rings of q, k and v tiles for each part of the head, staging of results, the next ticket.
+
+    Under a two-sided mask also a ring of the ends of keys, and the numbers that describe tickets and stretches.
+    """
 
     q: tuple
     k: tuple
     v: tuple
     stage: object
     ticket: object
+    ends: object
+    numbers: object
 
 
 class Barriers(NamedTuple):
@@ -137,7 +158,8 @@ class Tile(NamedTuple):
     """One program's piece of work: its first row and key, and its key blocks, walked from last to first.
 
     Block j begins at key + j * block_n. Some row of the warpgroup sees the blocks [first_seen, end_seen); every row
-    sees all of [first_full, end_full).
+    sees all of [first_full, end_full). Under a two-sided mask the blocks are those of `num_stretches` stretches, of
+    which `stretch` is the last.
     """
 
     batch: int
@@ -149,36 +171,55 @@ class Tile(NamedTuple):
     first_full: int
     end_full: int
     end_seen: int
+    stretch: int = 0
+    num_stretches: int = 0
 
 
 class QueryRows(NamedTuple):
-    """Query rows of a warpgroup: the keys [start, stop) that each row sees, and the scale of exp2."""
+    """Query rows of a warpgroup: the keys [start, stop) that each row sees, and the scale of exp2.
+
+    Under a two-sided mask start and stop are read only where they are needed, from the first row's on.
+    """
 
     start: object
     stop: object
     scale: float
+    first: int
 
 
 # ---------------------------------------------------------------------------------------------- work and masks
 
 
 @gluon.jit
-def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
-    """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
-
-    Order: head group, row tile (longest first), head within the group. Of the rows [FIRST, FIRST + COUNT), every one
-    has started to see keys at `last_start`, and none has stopped before `first_stop`; the blocks in between are full.
-    """
-    ROWS: gl.constexpr = V.tiles.rows
-    BN: gl.constexpr = V.tiles.block_n
+def place_of(ticket, problem):
+    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group."""
     per_group = problem.heads_per_group * problem.num_row_tiles
     group = ticket // per_group
     rest = ticket - group * per_group
     rank = rest // problem.heads_per_group
     batch_head = group * problem.heads_per_group + rest - rank * problem.heads_per_group
     batch = batch_head // problem.num_heads
-    head = batch_head - batch * problem.num_heads
+    return batch, batch_head - batch * problem.num_heads, rank
+
+
+@gluon.jit
+def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
+    """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
+
+    Of the rows [FIRST, FIRST + COUNT), every one has started to see keys at `last_start`, and none has stopped before
+    `first_stop`; the blocks in between are full.
+    """
+    ROWS: gl.constexpr = V.tiles.rows
+    BN: gl.constexpr = V.tiles.block_n
+    batch, head, rank = place_of(ticket, problem)
     row = (problem.num_row_tiles - 1 - rank) * ROWS
+    if V.mask == "ends":
+        entry = pointers.table + rank * 4
+        row = gl.load(entry) * ROWS
+        num_stretches = gl.load(entry + 2)
+        stretch = gl.load(entry + 1) + num_stretches - 1
+        num_blocks = gl.load(entry + 3)
+        return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, stretch, num_stretches)
     if V.mask == "none":
         first_key = batch * 0
         last_start = first_key
@@ -209,7 +250,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         first_seen = gl.minimum(gl.maximum(row + FIRST + problem.lower - first_key, 0) // BN, end_seen)
     first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, end_seen)
     end_full = gl.minimum(gl.maximum(gl.maximum(first_stop - first_key, 0) // BN, first_full), end_seen)
-    return Tile(batch, head, row, first_key, num_blocks, first_seen, first_full, end_full, end_seen)
+    return Tile(batch, head, row, first_key, num_blocks, first_seen, first_full, end_full, end_seen, 0, 0)
 
 
 @gluon.jit
@@ -221,6 +262,9 @@ def visible_keys(rows, problem, pointers, V: gl.constexpr):
     elif V.mask == "band":
         start = rows + problem.lower
         stop = gl.minimum(rows + problem.upper + 1, problem.seqlen_k)
+    elif V.mask == "ends":  # see `hide`
+        start = 0
+        stop = 0
     else:
         inside = rows < problem.seqlen_q
         start = gl.load(pointers.start + rows, mask=inside, other=0)
@@ -263,12 +307,12 @@ def q_tiles(shared, W, V: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, tiles, full, batch, row, head, V: gl.constexpr):
-    """Load all parts of one tile; `full` counts their bytes."""
+def load_tile(desc, tiles, full, batch, row, head, OTHERS: gl.constexpr, V: gl.constexpr):
+    """Load all parts of one tile; `full` counts their bytes and the OTHERS."""
     if len(desc) == 2:
-        mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes)
+        mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes + OTHERS)
     else:
-        mbarrier.expect(full, desc[0].block_type.nbytes)
+        mbarrier.expect(full, desc[0].block_type.nbytes + OTHERS)
     load_parts(desc, tiles, full, batch, row, head, V)
 
 
@@ -281,12 +325,28 @@ def load_parts(desc, tiles, full, batch, row, head, V: gl.constexpr):
 
 
 @gluon.jit
-def publish(ticket, count, shared, barriers):
-    """Tell the consumers which tile is next."""
+def store_number(buffer, number):
+    """Store a number in shared memory, by the producer warp."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    buffer.store(gl.full([1], number, gl.int32, layout))
+
+
+@gluon.jit
+def load_number(buffer):
+    """Load a number from shared memory, by a consumer."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(buffer.load(layout), 0)
+
+
+@gluon.jit
+def publish(ticket, row, num_blocks, count, shared, barriers, V: gl.constexpr):
+    """Tell the consumers which tile is next; under a two-sided mask also its first row and its number of blocks."""
     index, phase = slot(count, 2)
     mbarrier.wait(barriers.ticket_empty.index(index), phase ^ 1)
-    shared.ticket.index(index).store(gl.full([1], ticket, gl.int32, layout))
+    store_number(shared.ticket.index(index), ticket)
+    if V.mask == "ends":
+        store_number(shared.numbers.index(2 * index), row)
+        store_number(shared.numbers.index(2 * index + 1), num_blocks)
     mbarrier.arrive(barriers.ticket_full.index(index), count=1)
 
 
@@ -297,11 +357,55 @@ def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
         load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                  tile.row + w * V.tiles.block_m, tile.head, V)  # fmt: skip
+                  tile.row + w * V.tiles.block_m, tile.head, 0, V)  # fmt: skip
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+def load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, is_first,
+              V: gl.constexpr):  # fmt: skip
+    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    full = barriers.k_full.index(index)
+    if V.tiles.halves:
+        mbarrier.expect(full, V.block_bytes)
+        load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
+        load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
+    else:
+        load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V.ends_bytes, V)
+    if V.mask == "ends":
+        tma_load(ends_desc, [0, key], full, shared.ends.index(index))
+    if is_first:
+        load_q(q_desc, shared, barriers, tile, count, V)
+    if not V.tiles.halves:
+        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+        full = barriers.v_full.index(index)
+        load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, 0, V)
+
+
+@gluon.jit
+def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count,
+                   V: gl.constexpr):  # fmt: skip
+    """Load the blocks of a tile's stretches, last to first; with the first block of each say what the stretch is."""
+    BN: gl.constexpr = V.tiles.block_n
+    for i in range(tile.num_stretches):
+        entry = pointers.stretches + (tile.stretch - i) * 4
+        begin = gl.load(entry)
+        end = gl.load(entry + 1)
+        masked = gl.load(entry + 2)
+        for j in range(end - begin):
+            index, phase = slot(kv, V.tiles.num_stages)
+            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+            if j == 0:
+                store_number(shared.numbers.index(4 + 2 * index), end)
+                store_number(shared.numbers.index(4 + 2 * index + 1), (end - begin) * 2 + masked)
+            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN, kv,
+                      count, i + j == 0, V)  # fmt: skip
+            kv += 1
+    return kv
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
     BN: gl.constexpr = V.tiles.block_n
     STAGES: gl.constexpr = V.tiles.num_stages
@@ -310,31 +414,24 @@ def produce(q_desc, k_desc, v_desc, shared, barriers, problem, pointers, V: gl.c
     ticket = gl.program_id(0)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
-        publish(ticket, count, shared, barriers)
+        publish(ticket, tile.row, tile.num_blocks, count, shared, barriers, V)
         head_kv = tile.head // problem.heads_per_kv
-        for i in range(tile.num_blocks):
-            index, phase = slot(kv, STAGES)
-            key = tile.key + (tile.num_blocks - 1 - i) * BN
-            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            full = barriers.k_full.index(index)
-            if V.tiles.halves:
-                mbarrier.expect(full, V.block_bytes)
-                load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
-                load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
-            else:
-                load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
-            if i == 0:  # after the first K, which need not wait until the previous tile has finished with Q
-                load_q(q_desc, shared, barriers, tile, count, V)
-            if not V.tiles.halves:
-                mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-                full = barriers.v_full.index(index)
-                load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
-            kv += 1
+        if V.mask == "ends":
+            kv = walk_stretches(
+                q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count, V
+            )
+        else:
+            for i in range(tile.num_blocks):
+                index, phase = slot(kv, STAGES)
+                key = tile.key + (tile.num_blocks - 1 - i) * BN
+                mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, i == 0, V)
+                kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
-    publish(ticket, count, shared, barriers)
+    publish(ticket, 0, 0, count, shared, barriers, V)
     if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
@@ -446,14 +543,37 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, key, rows, V: gl.constexpr):
-    """Return S with -inf for keys that the row does not see."""
+def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
+    """Return S with -inf for keys that the row does not see; their ends are in slot `index` of the ring."""
     S_LAYOUT: gl.constexpr = V.score_layout
     keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-    visible = keys[None, :] < rows.stop[:, None]
-    if V.mask != "none":
-        visible = visible & (keys[None, :] >= rows.start[:, None])
-    return gl.where(visible, s, float("-inf"))
+    if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
+        own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
+        stop = gl.load(pointers.stop + own)
+        ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+        SHAPE: gl.constexpr = s.shape
+        own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
+        s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
+        if V.starts:
+            start = gl.load(pointers.start + rows.first + gl.arange(0, V.tiles.block_m, layout=stop.type.layout))
+            s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
+    else:
+        visible = keys[None, :] < rows.stop[:, None]
+        if V.mask != "none":
+            visible = visible & (keys[None, :] >= rows.start[:, None])
+        s = gl.where(visible, s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def seen_scores(s, index, key, rows, shared, barriers, pointers, MASKED: gl.constexpr, V: gl.constexpr):
+    """Release slot `index` of the ring of K, and return S with -inf for keys that the row does not see."""
+    if MASKED and V.mask == "ends":  # the ends are in the slot
+        s = hide(s, index, key, rows, shared, pointers, V)
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    if MASKED and V.mask != "ends":
+        s = hide(s, index, key, rows, shared, pointers, V)
+    return s
 
 
 @gluon.jit
@@ -494,10 +614,8 @@ def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, row_max, row_sum, key, rows, MASKED: gl.constexpr, V: gl.constexpr):
+def softmax(s, row_max, row_sum, rows, MASKED: gl.constexpr, V: gl.constexpr):
     """Return P = exp(S - m), the new m, the lanes' sums, and exp(old m - m)."""
-    if MASKED:
-        s = hide(s, key, rows, V)
     row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
     p = gl.exp2(s * rows.scale - subtracted[:, None])
     row_sum = times_rows(row_sum, alpha) + lane_sums(p, V)
@@ -532,6 +650,15 @@ def nothing_yet(V: gl.constexpr):
 
 
 @gluon.jit
+def stretch_at(index, shared):
+    """Return the stretch that begins in slot `index`: the block after its last one, its masked and its other blocks."""
+    end = load_number(shared.numbers.index(4 + 2 * index))
+    number = load_number(shared.numbers.index(4 + 2 * index + 1))
+    masked = (number & 1) * (number >> 1)
+    return end, masked, (number >> 1) - masked
+
+
+@gluon.jit
 def key_of(tile, i, V: gl.constexpr):
     """Return the first key of the i-th block of the walk."""
     return tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
@@ -553,10 +680,10 @@ def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def step_overlapped(
-    acc, p, alpha, row_max, row_sum, kv, i, tile, rows, shared, barriers,
+    acc, p, alpha, row_max, row_sum, kv, i, key, tile, rows, shared, barriers, pointers,
     MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Issue S of block i and O += P V of the previous block together, then compute the softmax of block i."""
+    """Issue S of block i, at `key`, and O += P V of the previous one together, then compute the softmax of block i."""
     STAGES: gl.constexpr = V.tiles.num_stages
     index, phase = slot(kv, STAGES)
     next_index, _ = slot(kv + 1, STAGES)
@@ -568,8 +695,8 @@ def step_overlapped(
     acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
     s = warpgroup_mma_wait(len(V.tiles.value_parts), deps=(s,))
     pass_turn(kv, W, V)
-    mbarrier.arrive(barriers.k_empty.index(next_index), count=1)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    s = seen_scores(s, next_index, key, rows, shared, barriers, pointers, MASKED, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, rows, MASKED, V)
     # This wait ends the basic block, or ptxas would hoist the wait for P V above the softmax.
     after_index, after_phase = slot(kv + 2, STAGES)
     mbarrier.wait(barriers.k_full.index(after_index), after_phase, pred=i + 1 < tile.num_blocks)
@@ -581,7 +708,7 @@ def step_overlapped(
 
 
 @gluon.jit
-def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W: gl.constexpr, V: gl.constexpr):
     """Return O (not yet divided), 1 / l and lse of a tile, and the next use of the ring; softmax under products."""
     STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
@@ -589,26 +716,58 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
-    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    if V.mask == "ends":
+        end, num_masked, num_full = stretch_at(index, shared)
+        key = (end - 1) * V.tiles.block_n
+    else:
+        key = key_of(tile, 0, V)
+    s = seen_scores(s, index, key, rows, shared, barriers, pointers, V.mask != "none", V)
     if V.mask == "none":
         if tile.end_full < n:
-            s = hide(s, key_of(tile, 0, V), rows, V)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, 0, V), rows, V.mask != "none", V)
+            s = hide(s, index, key, rows, shared, pointers, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, rows, V.mask != "none", V)
     index, phase = slot(kv + 1, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase, pred=n > 1)
-    first = gl.maximum(n - tile.end_full, 1)
-    last = gl.maximum(n - tile.first_full, first)
-    if V.mask != "none":
-        for i in range(1, first):
-            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                                  shared, barriers, True, W, V)  # fmt: skip
-    for i in range(first, last):
-        acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                              shared, barriers, False, W, V)  # fmt: skip
-    if V.mask != "none":
-        for i in range(last, n):
-            acc, p, alpha, row_max, row_sum, kv = step_overlapped(acc, p, alpha, row_max, row_sum, kv, i, tile, rows,
-                                                                  shared, barriers, True, W, V)  # fmt: skip
+    if V.mask == "ends":
+        i = 1
+        end -= 1  # the first block is done
+        num_full = gl.where(num_masked == 0, num_full - 1, num_full)
+        num_masked = gl.maximum(num_masked - 1, 0)
+        while i < n:
+            for j in range(num_masked):
+                key = (end - 1 - j) * V.tiles.block_n
+                acc, p, alpha, row_max, row_sum, kv = step_overlapped(
+                    acc, p, alpha, row_max, row_sum, kv, i, key, tile, rows, shared, barriers, pointers, True, W, V
+                )
+                i += 1
+            for _ in range(num_full):
+                acc, p, alpha, row_max, row_sum, kv = step_overlapped(
+                    acc, p, alpha, row_max, row_sum, kv, i, 0, tile, rows, shared, barriers, pointers, False, W, V
+                )
+                i += 1
+            if i < n:
+                index, _ = slot(kv + 1, STAGES)
+                end, num_masked, num_full = stretch_at(index, shared)
+    else:
+        first = gl.maximum(n - tile.end_full, 1)
+        last = gl.maximum(n - tile.first_full, first)
+        if V.mask != "none":
+            for i in range(1, first):
+                acc, p, alpha, row_max, row_sum, kv = step_overlapped(
+                    acc, p, alpha, row_max, row_sum, kv, i, key_of(tile, i, V), tile, rows, shared, barriers, pointers,
+                    True, W, V,
+                )  # fmt: skip
+        for i in range(first, last):
+            acc, p, alpha, row_max, row_sum, kv = step_overlapped(
+                acc, p, alpha, row_max, row_sum, kv, i, key_of(tile, i, V), tile, rows, shared, barriers, pointers,
+                False, W, V,
+            )  # fmt: skip
+        if V.mask != "none":
+            for i in range(last, n):
+                acc, p, alpha, row_max, row_sum, kv = step_overlapped(
+                    acc, p, alpha, row_max, row_sum, kv, i, key_of(tile, i, V), tile, rows, shared, barriers, pointers,
+                    True, W, V,
+                )  # fmt: skip
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     index, phase = slot(kv, STAGES)
@@ -624,16 +783,17 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr
 
 @gluon.jit
 def step_in_sequence(
-    acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
-):
-    """Process block i from S to O += P V, while the other warpgroups' products run."""
+    acc, row_max, row_sum, kv, key, rows, shared, barriers, pointers,
+    MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Process the block at `key` from S to O += P V, while the other warpgroups' products run."""
     if V.tiles.halves:
-        return step_in_halves(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED, W, V)
+        return step_in_halves(acc, row_max, row_sum, kv, key, rows, shared, barriers, pointers, MASKED, W, V)
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
-    mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, key_of(tile, i, V), rows, MASKED, V)
+    s = seen_scores(s, index, key, rows, shared, barriers, pointers, MASKED, V)
+    p, row_max, row_sum, alpha = softmax(s, row_max, row_sum, rows, MASKED, V)
     acc = rescaled(acc, alpha, V)
     mbarrier.wait(barriers.v_full.index(index), phase)
     acc = wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
@@ -643,14 +803,15 @@ def step_in_sequence(
 
 @gluon.jit
 def step_in_halves(
-    acc, row_max, row_sum, kv, i, tile, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
-):
-    """Process block i from S to O += P V, the left keys' part under the exponentials of the right keys."""
+    acc, row_max, row_sum, kv, key, rows, shared, barriers, pointers,
+    MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Process the block at `key` from S to O += P V, the left keys' part under the exponentials of the right keys."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
     if MASKED:
-        s = hide(s, key_of(tile, i, V), rows, V)
+        s = hide(s, index, key, rows, shared, pointers, V)
     row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
     subtracted = gl.convert_layout(subtracted, gl.SliceLayout(1, V.half_layout), assert_trivial=True)[:, None]
     acc = rescaled(acc, alpha, V)
@@ -692,26 +853,41 @@ def pass_block(kv, shared, barriers, V: gl.constexpr):
 
 
 @gluon.jit
-def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: gl.constexpr, V: gl.constexpr):
     """Like `attend_overlapped`, without overlap inside the warpgroup: takes the fewest registers."""
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
-    if V.mask == "band":
-        for _ in range(n - tile.end_seen):
-            kv = pass_block(kv, shared, barriers, V)
-    for i in range(n - tile.end_seen, n - tile.end_full):
-        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     True, W, V)  # fmt: skip
-    for i in range(n - tile.end_full, n - tile.first_full):
-        acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                     False, W, V)  # fmt: skip
-    if V.mask != "none":
-        for i in range(n - tile.first_full, n - tile.first_seen):
-            acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, i, tile, rows, shared, barriers,
-                                                         True, W, V)  # fmt: skip
-    if V.mask == "band":
-        for _ in range(tile.first_seen):
-            kv = pass_block(kv, shared, barriers, V)
+    if V.mask == "ends":
+        i = 0
+        while i < n:
+            index, phase = slot(kv, V.tiles.num_stages)
+            mbarrier.wait(barriers.k_full.index(index), phase)
+            end, num_masked, num_full = stretch_at(index, shared)
+            i += num_masked + num_full
+            for j in range(num_masked):
+                key = (end - 1 - j) * V.tiles.block_n
+                acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key, rows, shared, barriers,
+                                                             pointers, True, W, V)  # fmt: skip
+            for _ in range(num_full):
+                acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, 0, rows, shared, barriers,
+                                                             pointers, False, W, V)  # fmt: skip
+    else:
+        if V.mask == "band":
+            for _ in range(n - tile.end_seen):
+                kv = pass_block(kv, shared, barriers, V)
+        for i in range(n - tile.end_seen, n - tile.end_full):
+            acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key_of(tile, i, V), rows, shared,
+                                                         barriers, pointers, True, W, V)  # fmt: skip
+        for i in range(n - tile.end_full, n - tile.first_full):
+            acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key_of(tile, i, V), rows, shared,
+                                                         barriers, pointers, False, W, V)  # fmt: skip
+        if V.mask != "none":
+            for i in range(n - tile.first_full, n - tile.first_seen):
+                acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key_of(tile, i, V), rows,
+                                                             shared, barriers, pointers, True, W, V)  # fmt: skip
+        if V.mask == "band":
+            for _ in range(tile.first_seen):
+                kv = pass_block(kv, shared, barriers, V)
     if not V.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
     inverse, lse = normalizer(row_sum, row_max, rows, V)
@@ -797,14 +973,19 @@ def store_part(
 
 
 @gluon.jit
-def receive(count, shared, barriers):
-    """Return the next ticket from the producer."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+def receive(count, shared, barriers, V: gl.constexpr):
+    """Return the next ticket from the producer; under a two-sided mask also the tile's row and number of blocks."""
     index, phase = slot(count, 2)
     mbarrier.wait(barriers.ticket_full.index(index), phase)
-    ticket = gl.max(shared.ticket.index(index).load(layout), 0)
+    ticket = load_number(shared.ticket.index(index))
+    if V.mask == "ends":
+        row = load_number(shared.numbers.index(2 * index))
+        num_blocks = load_number(shared.numbers.index(2 * index + 1))
+    else:
+        row = 0
+        num_blocks = 0
     mbarrier.arrive(barriers.ticket_empty.index(index), count=1)
-    return ticket
+    return ticket, row, num_blocks
 
 
 @gluon.jit
@@ -816,9 +997,13 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     loads = 0
     if W == 1:
         pass_turn(kv, W, V)
-    ticket = receive(count, shared, barriers)
+    ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
-        tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+        if V.mask == "ends":
+            batch, head, _rank = place_of(ticket, problem)
+            tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
+        else:
+            tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
         row = tile.row + W * V.tiles.block_m
         row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
         lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
@@ -829,14 +1014,14 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             if not V.tiles.stage_in_q:
                 load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
         q_empty = barriers.q_empty.index(W)
-        rows = QueryRows(start, stop, problem.scale)
+        rows = QueryRows(start, stop, problem.scale, row)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
         elif V.tiles.schedule == "overlap":
-            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, W, V)
+            acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W, V)
         else:
-            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, W, V)
+            acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W, V)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
@@ -853,7 +1038,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
             tma_store_wait(0)
             mbarrier.arrive(q_empty, count=1)
         count += 1
-        ticket = receive(count, shared, barriers)
+        ticket, row, num_blocks = receive(count, shared, barriers, V)
     if W == 0:
         take_turn(kv, W, V)  # so that no barrier is left half full
     tma_store_wait(0)
@@ -905,7 +1090,7 @@ def barrier_ring(SIZE: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
+def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, ends_desc, V: gl.constexpr):
     """Allocate the shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
@@ -925,8 +1110,15 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, V: gl.constexpr):
         q_ring = ring_of(q_desc, WARPGROUPS, V)
     k_ring = ring_of(k_desc, V.tiles.num_stages, V)
     v_ring = ring_of(v_desc, V.tiles.num_stages, V)
-    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q_ring, k_ring, v_ring, stage, ticket)
+    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
+    if V.mask == "ends":
+        ends = gl.allocate_shared_memory(gl.int32, [V.tiles.num_stages] + ends_desc.block_shape, ends_desc.layout)
+        numbers = gl.allocate_shared_memory(gl.int32, [4 + 2 * V.tiles.num_stages, 1], NUMBER)
+    else:
+        ends = 0
+        numbers = 0
+    return Shared(q_ring, k_ring, v_ring, stage, ticket, ends, numbers)
 
 
 @gluon.jit
@@ -964,14 +1156,14 @@ def make_barriers(V: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "lse", "start", "stop", "table", "counter", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
+        "lse", "start", "stop", "table", "stretches", "counter", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
         "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
     ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, acc_desc,  # first part of the head
     q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, if its width differs
-    lse, start, stop, table, counter,
+    ends_desc, lse, start, stop, table, stretches, counter,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, scale,
     V: gl.constexpr,
@@ -979,24 +1171,24 @@ def forward_kernel(
     """Attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
-    pointers = Pointers(lse, start, stop, table, counter)
+    pointers = Pointers(lse, start, stop, table, stretches, counter)
     q = pair(q_desc, q_desc1, V)
     k = pair(k_desc, k_desc1, V)
     v = value_pair(v_desc, v_desc1, V)
     o = value_pair(o_desc, o_desc1, V)
     acc = value_pair(acc_desc, acc_desc1, V)
-    shared = allocate(q, k, v, o, acc, V)
+    shared = allocate(q, k, v, o, acc, ends_desc, V)
     barriers = make_barriers(V)
     if V.tiles.num_warpgroups == 2:
         gl.warp_specialize([
             (consume, (o, acc, shared, barriers, problem, pointers, 0, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, 1, V)),
-            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+            (produce, (q, k, v, ends_desc, shared, barriers, problem, pointers, V)),
         ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o, acc, shared, barriers, problem, pointers, 0, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, 1, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, 2, V)),
-            (produce, (q, k, v, shared, barriers, problem, pointers, V)),
+            (produce, (q, k, v, ends_desc, shared, barriers, problem, pointers, V)),
         ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
