@@ -11,7 +11,7 @@ INSTALL = $(PIP) --no-compile -c .ci/constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-cpu test-all test-newest test-gpu test-multi-gpu lint docs figures format clean
+.PHONY: help train test test-cpu test-all test-newest test-frameworks test-megatron test-torchtitan test-gpu test-multi-gpu lint docs figures format clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ test: test-cpu  ## Run the tests that need no GPU
 # Two tests at a time, of different files: much of a test is waiting for processes that start.
 CPU_TESTS = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 \
 	$(PYTEST) tests -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-EVERY_CPU_TEST = not gpu and not multi_gpu
+EVERY_CPU_TEST = not gpu and not multi_gpu and not frameworks
 NEWEST_KERNELS = PYTHONPATH=$(abspath $(VENV))/triton-$(NEWEST_TRITON) $(PYTEST) tests/compile -m newest_triton
 # One kernel for each path is compiled, and all if they, or their tests, differ from main's. Without git, all.
 AS_IN_MAIN = git diff --quiet "$$(git merge-base HEAD origin/main || git merge-base HEAD main)" -- kernels tests/compile
@@ -55,6 +55,39 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(VENV)/bin/python -m pip freeze | grep -E '^(torch|triton)==' | diff $(VENV)/torch.txt -
 	$(VENV)/bin/python -m pip list
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
+
+# Trainers that recipes/trainers changes. Their requirements exclude each other's, and ours of transformers.
+test-frameworks: test-framework-verl test-framework-swift test-framework-automodel  ## Run tests inside other trainers
+
+RELEASE_verl = verl==0.9.1
+RELEASE_swift = ms-swift==4.6.0
+RELEASE_automodel = nemo-automodel==0.7.0
+
+test-framework-%:
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
+	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 triton==3.6.0 \
+		$(RELEASE_$*) pytest pytest-timeout -e .
+	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py
+
+# megatron-core asks for Python 3.12, but runs on 3.11, which CI has.
+test-megatron: override VENV := $(VENV)-megatron
+test-megatron:  ## Compare Megatron-core's own training on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(INSTALL) torch==2.13.0 triton numpy packaging pytest pytest-timeout
+	set -e; for version in 0.17.0 0.19.2; do \
+		$(PIP) --no-compile --no-deps --ignore-requires-python --target $(VENV)/$$version megatron-core==$$version; \
+		PYTHONPATH=$(abspath $(VENV))/$$version $(PYTEST) tests/megatron; \
+	done
+
+# torchtitan 0.3 needs torch 2.14, of which PyPI has only the build for CUDA, with 4 GB of libraries.
+test-torchtitan: override VENV := $(VENV)-torchtitan
+test-torchtitan:  ## Compare torchtitan's own Trainer on CPU rings with one process, in an environment of its own
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) --no-compile torch==2.14.1 torchtitan==0.3.0 pytest pytest-timeout -e '.[torchtitan]'
+	OMP_NUM_THREADS=1 $(PYTEST) tests/torchtitan
 
 test-gpu: $(VENV)/.ready  ## Run the kernel tests on one Hopper GPU
 	$(PYTEST) tests -m "gpu or every_kernel"

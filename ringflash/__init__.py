@@ -6,7 +6,7 @@ The folder, lower layers first:
 
     comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls,
                 meshes
-    sequence/   tokens of each rank (layout), mask in global coordinates, padding
+    sequence/   tokens of each rank (layout), mask in global coordinates, documents by positions, padding
     attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads and blocks of keys, overlapped with the
                 kernels; on gloo a ring of hops: the K/V of one rank per step
     recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from ringflash import loss
 from ringflash.attention.api import Explanation, RingAttention, explain, ring_attention
+from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.agreement import set_agreement_check
 from ringflash.comm.modules.gradients import average_gradients
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
 from ringflash.comm.transport.point_to_point import set_comm_sms
-from ringflash.sequence.layout import local_positions, shard_sequence, unshard_sequence
+from ringflash.sequence.documents import cu_seqlens_from_positions
+from ringflash.sequence.layout import document_table, granularity, local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
+from ringflash.sequence.trees import SharedPrefixes, share_prefixes, span_documents
 from ringflash.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -40,12 +43,17 @@ __all__ = [
     "Explanation",
     "PaddedBatch",
     "RingAttention",
+    "SharedPrefixes",
     "align_units",
+    "apply_sinks",
     "average_gradients",
     "buffer_bytes",
     "check_wrapped",
+    "cu_seqlens_from_positions",
     "disable_ring",
+    "document_table",
     "explain",
+    "granularity",
     "local_positions",
     "log_probs",
     "loss",
@@ -56,6 +64,8 @@ __all__ = [
     "set_comm_sms",
     "set_timeout",
     "shard_sequence",
+    "share_prefixes",
+    "span_documents",
     "unshard_sequence",
     "wrap_attention",
 ]

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
+from ringflash.sequence.layout import read_documents
+from ringflash.sequence.mask import Documents
 from ringflash.sequence.padding import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 27  # logits in memory at a time: 512 MiB in fp32
@@ -153,15 +155,37 @@ def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -
 
     Args:
         tokens: (batch, seqlen), int64.
-        cu_seqlens: (num_documents + 1,), int32: the last token of a document has no successor.
+        cu_seqlens: (num_documents + 1,), int32: the last token of a document has no successor, unless the next document
+            continues it (`document_table`). A token that sees its successor, in a bidirectional document, has no label.
     Returns:
         labels: (batch, seqlen), int64.
+    Raises:
+        ValueError: documents that branch: the last token of a prompt has a successor in each answer.
     """
     labels = torch.full_like(tokens, IGNORE_INDEX)
     labels[:, :-1] = tokens[:, 1:]
-    if cu_seqlens is not None:
+    if cu_seqlens is not None and cu_seqlens.dim() == 1:
         labels[:, cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+    elif cu_seqlens is not None:
+        labels[:, _without_label(read_documents(cu_seqlens)).to(labels.device)] = IGNORE_INDEX
     return labels
+
+
+def _without_label(documents: Documents) -> torch.Tensor:
+    """Return which tokens see their successor, or have none: (seqlen,), bool."""
+    if documents.have_branches:
+        raise ValueError(
+            "labels must be given with documents that branch, since a token may have several successors, got none; "
+            "take those of ringflash.share_prefixes."
+        )
+    count = len(documents.bounds) - 1
+    bounds = torch.tensor(documents.bounds, device="cpu")
+    both = torch.tensor(documents.bidirectional or (False,) * count, device="cpu")
+    ends = torch.ones(count, dtype=torch.bool, device="cpu")
+    ends[:-1] = torch.tensor(documents.parents or (-1,) * count, device="cpu")[1:] < 0
+    found = torch.repeat_interleave(both, bounds.diff())
+    found[bounds[1:] - 1] = ends
+    return found
 
 
 def _agreed_count(

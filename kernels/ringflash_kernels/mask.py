@@ -1,14 +1,17 @@
 """Mask of one attention call: the key rows that each query row sees.
 
-Every supported mask gives each query row one interval of visible keys, and, since the bounds never
-decrease from row to row, each key row one interval of queries that see it. A `Mask` is written as a
-few rectangles, each with an optional diagonal band:
+A `Mask` is written as a few rectangles, each with an optional diagonal band:
 
-    causal, 4 x 4              documents of 1 and 3 tokens, causal
-    x . . .                    x . . .      Region(0, 1, 0, 1)
-    x x . .   Region(0, 4,     . x . .      Region(1, 4, 1, 4, upper=0)
-    x x x .     0, 4,          . x x .
-    x x x x     upper=0)       . x x x
+    causal, 4 x 4              documents of 1 and 3 tokens, causal      a token that two documents continue
+    x . . .                    x . . .      Region(0, 1, 0, 1)          x . . .      Region(0, 1, 0, 1)
+    x x . .   Region(0, 4,     . x . .      Region(1, 4, 1, 4, upper=0) x x . .      Region(1, 2, 0, 2)
+    x x x .     0, 4,          . x x .                                  x . x .      Region(2, 4, 0, 1)
+    x x x x     upper=0)       . x x x                                  x . x x      Region(2, 4, 2, 4, upper=0)
+
+Every query has an interval of keys, from the first to the last one that it sees. Every key has an end, the row after
+the last one that sees it. A query sees the keys of its interval whose end is after it. Under most masks that is its
+whole interval, and the bounds of the intervals never decrease (the first two examples). The others are *two-sided*:
+in the third example, key 0 has end 4, and key 1 has end 2.
 
 Rows and columns are local to the tensors of the call; `ringflash.attention.schedule` translates from global
 positions.
@@ -152,14 +155,60 @@ class Mask:
         regions = sorted(region.transposed() for region in self.regions)
         return Mask(self.seqlen_k, self.seqlen_q, tuple(regions))
 
+    @cached_property
+    def is_two_sided(self) -> bool:
+        """True if a query may not see all of its interval of keys, or the bounds of the intervals decrease.
+
+        Raises:
+            ValueError: the mask is not what intervals and ends say. Not checked for masks that are `proven`, since it
+                takes time in proportion to all pairs.
+        """
+        if len(self.regions) < 2:
+            return False
+        start, stop = self.bounds()
+        starts, stops = start[start < stop], stop[start < stop]
+        falls = (starts[1:] < starts[:-1]).any() or (stops[1:] < stops[:-1]).any()
+        if not falls and int((stop - start).sum()) == self.num_visible:
+            return False
+        if not self.is_cached("proven") and self._count() != self.num_visible:
+            raise ValueError(
+                f"mask must show every query the keys of one interval whose end is after it, got {self.regions}; "
+                "build it with Mask.full, Mask.band or Mask.documents."
+            )
+        return True
+
+    def _count(self, rows: int = 1024) -> int:
+        """Count the pairs that intervals and ends make visible."""
+        (start, stop), end, keys = self.bounds(), self.ends(), torch.arange(self.seqlen_k)
+        total = 0
+        for first in range(0, self.seqlen_q, rows):
+            part = slice(first, min(first + rows, self.seqlen_q))
+            index = torch.arange(part.start, part.stop)[:, None]
+            inside = (keys >= start[part, None]) & (keys < stop[part, None]) & (index < end)
+            total += int(inside.sum())
+        return total
+
+    def ends(self) -> torch.Tensor:
+        """Return the row after the last one that sees each key: (seqlen_k,), int32 on the CPU; 0 if none does."""
+
+        def make() -> torch.Tensor:
+            first, end = self.cached("transposed", self.transposed).bounds()
+            return torch.where(first < end, end, 0)
+
+        return self.cached("ends", make)
+
+    def begins(self) -> torch.Tensor:
+        """Return the first key that each query sees: (seqlen_q,), int32 on the CPU; seqlen_k if it sees none."""
+        start, stop = self.bounds()
+        return torch.where(start < stop, start, self.seqlen_k)
+
     def bounds(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """Visible keys of each query row, as half-open intervals [start, stop).
+        """Return the interval of keys [start, stop) of each query row, from the first to the last one that it sees.
 
         Returns:
-            start, stop: (seqlen_q,), int32 on `device`, neither ever decreasing; start == stop for a row that
-            sees nothing. Computed once per device and cached with the mask.
+            start, stop: (seqlen_q,), int32 on `device`; start == stop for a row that sees nothing. Neither ever
+            decreases unless the mask `is_two_sided`. Computed once per device and cached with the mask.
         Raises:
-            ValueError: the visible keys of a row are not one interval, or begin before those of a previous row.
             RuntimeError: see `check_capture`.
         """
         device = torch.device(device)
@@ -187,9 +236,13 @@ class Mask:
 
     def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Visibility of every pair: (seqlen_q, seqlen_k), bool. Used by the reference and by tests."""
-        start, stop = self.bounds(device)
-        columns = torch.arange(self.seqlen_k, device=device)
-        return (columns >= start[:, None]) & (columns < stop[:, None])
+        visible = torch.zeros(self.seqlen_q, self.seqlen_k, dtype=torch.bool, device=device)
+        for q_start, q_stop, k_start, k_stop, lower, upper in self.regions:
+            part = visible[q_start:q_stop, k_start:k_stop]
+            band = torch.ones_like(part)
+            band = band if upper is None else band.tril_(upper + q_start - k_start)
+            part |= band if lower is None else band.triu_(lower + q_start - k_start)
+        return visible
 
     def _host_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         start = torch.full((self.seqlen_q,), self.seqlen_k, dtype=torch.int64)
@@ -198,15 +251,10 @@ class Mask:
             rows, first, last = _expand(self.regions)
             start.scatter_reduce_(0, rows, first, "amin")
             stop.scatter_reduce_(0, rows, last, "amax")
-        stop = torch.cummax(stop, 0).values if self.seqlen_q else stop
-        start = torch.minimum(start, stop)
-        starts = start[start < stop]
-        if int((stop - start).sum()) != self.num_visible or (starts[1:] < starts[:-1]).any():
-            raise ValueError(
-                f"mask must show every query one interval of keys, bounds never decreasing, got {self.regions}; "
-                "build it with Mask.full, Mask.band or Mask.documents."
-            )
-        return start.int(), stop.int()
+        # An empty row: its interval begins and ends where the previous ones end.
+        ends = torch.cummax(stop, 0).values if self.seqlen_q else stop
+        stop = torch.where(stop == 0, ends, stop)
+        return torch.minimum(start, stop).int(), stop.int()
 
 
 def check_capture(device: torch.device) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ringflash import huggingface
 from ringflash.lightning.module import CausalLM
 from ringflash.lightning.strategy import strategy_of
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.padding import IGNORE_INDEX
 
 Encode = Callable[[str], Sequence[int]]
@@ -83,7 +84,8 @@ class Passkey(lightning.Callback):
         strategy = strategy_of(trainer)
         sums = torch.zeros(len(sequences), 3, dtype=torch.float64, device=strategy.root_device)
         for total, (input_ids, labels) in zip(sums, sequences, strict=True):
-            bounds = torch.tensor([0, input_ids.shape[1]], dtype=torch.int32) if strategy.layout == "balanced" else None
+            by_documents = strategy.layout in DOCUMENT_LAYOUTS
+            bounds = torch.tensor([0, input_ids.shape[1]], dtype=torch.int32) if by_documents else None
             batch = huggingface.prepare_batch(
                 input_ids, group=strategy.cp_group, labels=labels, layout=strategy.layout, cu_seqlens=bounds
             )

@@ -19,6 +19,7 @@ from ringflash.lightning import CausalLM
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.module import bucket_bounds
 from ringflash.lightning.strategy import strategy_of
+from ringflash.sequence.layout import read_documents
 
 _GIB = 1 << 30
 
@@ -98,7 +99,7 @@ class Progress(lightning.Callback):
         self.tokens_seen += strategy_of(trainer).dp_size * seqlen
         if pl_module.flops_of is not None:
             bounds = batch["cu_seqlens"]
-            self.flops += pl_module.flops_of([0, seqlen] if bounds is None else bounds.tolist())
+            self.flops += pl_module.flops_of([0, seqlen] if bounds is None else read_documents(bounds))
         if step <= self._clock_step or (step % self.every_n_steps and step > 1):
             return
         loss, rate = (trainer.callback_metrics[x].item() for x in ("loss", "learning_rate"))

@@ -237,7 +237,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
 def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     """Pad a batch for the layout, and return this rank's shard for `CausalLMWithLoss.decode`, with its labels."""
     size = group.size()
-    ids, labels, bounds = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
+    ids, labels, bounds, _ = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
     padded = ids.shape != rows.input_ids.shape
     mask = pad_sequence(torch.ones_like(rows.input_ids), cp_size=size).tokens if padded else None
     positions = "global" if bounds is None else "document"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringflash.sequence.documents import cu_seqlens_of, document_starts
 from ringflash.sequence.padding import IGNORE_INDEX
 
 
@@ -77,8 +78,8 @@ def read_rows(
             f"labels must be {IGNORE_INDEX} where attention_mask is 0, got a token; let the collator write them."
         )
     indices = is_token.flatten().nonzero()[:, 0]
-    first = starts.flatten()[indices].nonzero()[:, 0].int().cpu()
-    cu_seqlens = None if len(first) == 1 else torch.cat([first, first.new_tensor([len(indices)])])
+    bounds = cu_seqlens_of(starts.flatten()[indices])
+    cu_seqlens = None if len(bounds) == 2 else bounds
     tokens, shifted = input_ids.flatten()[indices][None], labels.flatten()[indices][None]
     return BatchRows(tokens, shifted, cu_seqlens, indices, length, indices[None] % input_ids.shape[1])
 
@@ -108,15 +109,7 @@ def _document_starts(is_token: Tensor, begins: Tensor, position_ids: Tensor | No
         raise ValueError(
             f"position_ids must be (batch, {is_token.shape[1]}), got {tuple(position_ids.shape)}; leave them out."
         )
-    positions = position_ids.expand(is_token.shape)
-    jumps = positions[:, 1:] != positions[:, :-1] + 1
-    resets = begins.clone()
-    resets[:, 1:] |= jumps & is_token[:, 1:]
-    if bool((positions[resets] != 0).any()):
-        raise ValueError(
-            "position_ids must count from 0 in each document, got a document that starts elsewhere; leave them out for "
-            "one document per row."
-        )
+    resets = document_starts(position_ids.expand(is_token.shape), is_token)
     if masked and bool((resets & ~begins).any()):
         raise ValueError(
             "attention_mask must be left out if position_ids restart within a row, got both, which transformers' "

@@ -32,7 +32,7 @@ def ring_attention(
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     layout: str = "zigzag",
     impl: str = "auto",
     transport: str = "auto",
@@ -53,11 +53,12 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. On the CPU it costs no synchronisation. The backward
-            uses the values that the forward read. A tensor on a GPU is read again only after torch has seen a write to
-            it: give a new tensor if the values change through `.data`, a CUDA graph or a kernel.
+            its length, equal on all ranks; batch must then be 1. For more rows give a list with the bounds of each:
+            the rows are then attended one after another. On the CPU it costs no synchronisation. The backward uses the
+            values that the forward read. A tensor on a GPU is read again only after torch has seen a write to it: give
+            a new tensor if the values change through `.data` or a kernel. Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
-            "striped" or "contiguous"; docs/masks.md.
+            "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
             exact. "hopper_fp8" rounds to e4m3, "hopper_fp8_scores" and "hopper_fp8_all" in the backward as well
             (docs/fp8.md).
@@ -94,16 +95,28 @@ def attend(
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Call `ring_attention`, with those of its options that calls of a module share as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
+        _check_rows(cu_seqlens, q, k, v)
     except (ValueError, TypeError) as error:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
+    if isinstance(cu_seqlens, Sequence):
+        rows = [
+            attend(
+                a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
+                return_lse=return_lse,
+            )
+            for a, b, c, bounds in zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)
+        ]  # fmt: skip
+        parts = zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True)
+        out, *rest = map(torch.cat, parts)
+        return (out, *rest) if return_lse else out  # type: ignore[return-value]
     if torch.compiler.is_compiling():
         _check_compiled_differentiation()
     else:
@@ -239,6 +252,20 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
     return float(given)
 
 
+def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
+    """Raise ValueError unless a list of bounds has a tensor for each row of the batch."""
+    if isinstance(cu_seqlens, Sequence) and not (
+        all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
+        and cu_seqlens
+        and all(isinstance(bounds, torch.Tensor) for bounds in cu_seqlens)
+    ):
+        raise ValueError(
+            "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
+            f"{[type(x).__name__ for x in cu_seqlens][:8]} for {[x.shape[0] if x.dim() else 0 for x in tensors]} rows; "
+            "cu_seqlens_from_positions makes one of a row's positions."
+        )
+
+
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
     if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
@@ -304,7 +331,11 @@ class RingAttention(nn.Module):
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return out, as q; arguments as `ring_attention`."""
         out = attend(

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash.attention.options import CallOptions
-from ringflash.sequence.layout import check_layout, read_bounds
-from ringflash.sequence.mask import SequenceMask
+from ringflash.sequence.layout import check_layout, read_documents
+from ringflash.sequence.mask import Documents, SequenceMask
 from ringflash_kernels.api import check_inputs
 
 
@@ -130,7 +130,7 @@ def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | tuple[int, ...] | None, options: CallOptions, grad_flags: int
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Documents | None, options: CallOptions, grad_flags: int
 ) -> SequenceMask:
     """Check everything that does not depend on the kernel or the transport, and return the mask.
 
@@ -146,10 +146,10 @@ def check_call(
             "head_dim ** -0.5, or negate q for a negative scale."
         )
     cp_size, _ = options.size_and_rank
-    bounds = document_bounds(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    documents = documents_of(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     window = options.window_left, options.window_right
-    mask = SequenceMask(q.shape[1] * cp_size, options.causal, window, bounds)
-    check_layout(mask.seqlen, cp_size, options.layout, bounds)
+    mask = SequenceMask(q.shape[1] * cp_size, options.causal, window, *(documents or ()))
+    check_layout(mask.seqlen, cp_size, options.layout, documents)
     return mask
 
 
@@ -168,17 +168,17 @@ def _check_pair(q: Tensor, k: Tensor, grad_flags: int) -> None:
         )
 
 
-def document_bounds(cu_seqlens: Tensor, q: Tensor) -> tuple[int, ...]:
+def documents_of(cu_seqlens: Tensor, q: Tensor) -> Documents:
     """Read cu_seqlens as integers, after checking its form.
 
     Raises:
-        ValueError: not 1-D int32, or a batch.
+        ValueError: neither 1-D int32 nor a table of `document_table`, or a batch.
     """
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+    if cu_seqlens.dtype != torch.int32:
         raise ValueError(
             f"cu_seqlens must be 1-D int32, got {cu_seqlens.dim()}-D {cu_seqlens.dtype}; "
             "pass torch.tensor([0, ...], dtype=torch.int32)."
         )
     if q.shape[0] != 1:
         raise ValueError(f"batch must be 1 with cu_seqlens, got {q.shape[0]}; pack the documents into one sequence.")
-    return read_bounds(cu_seqlens)
+    return read_documents(cu_seqlens)

@@ -15,6 +15,7 @@ that refills its buffer, does not change the mask of the backward.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, get_type_hints
 
 import torch
@@ -27,6 +28,7 @@ from ringflash.attention.options import CallOptions
 from ringflash.attention.plan import signature
 from ringflash.attention.ring_call import RingCall
 from ringflash.comm import agreement
+from ringflash.sequence.mask import Documents
 from ringflash_kernels.api import check_inputs, device_guard, needs_row_max, out_shape, state_dtype
 
 
@@ -67,7 +69,7 @@ def _forward(
         work = call.start(CallShape.of(q, k, v))
         row_max = _empty_row_max(q, impl, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
-        record = torch.tensor((call.number.value, *(call.checked_plan.mask.cu_seqlens or ())), dtype=torch.int64)
+        record = _make_record(call.number.value, cu_seqlens, call.checked_plan.mask.documents)
         return out, lse, row_max, record
 
 
@@ -90,8 +92,7 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     *_, impl, _, _, grad_flags, _, _ = options
     check_inputs(q, k, v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
-    num_bounds = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    record = torch.empty(1 + num_bounds, dtype=torch.int64, device="cpu")
+    record = torch.empty(2 + (0 if cu_seqlens is None else cu_seqlens.numel()), dtype=torch.int64, device="cpu")
     return q.new_empty(out_shape(q, v)), lse, _empty_row_max(q, impl, grad_flags), record
 
 
@@ -120,13 +121,27 @@ def _gradients(
     options = CallOptions(
         _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
-    number, *bounds = record.tolist()
+    number, documents = _read_record(record)
     with device_guard(q.device), RingCall(options.group, q.device, number) as call:
-        q, k, v, dout = call.plan((q, k, v, dout), tuple(bounds) or None, options)
+        q, k, v, dout = call.plan((q, k, v, dout), documents, options)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
         work = call.start(CallShape.of(q, k, v))
         return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
+
+
+def _make_record(number: int, cu_seqlens: Tensor | None, documents: Documents | None) -> Tensor:
+    """Return what the backward reads of a forward: its number, the number of rows of cu_seqlens, and their values."""
+    if cu_seqlens is None or documents is None:
+        return torch.tensor((number, 0), dtype=torch.int64)
+    rows = documents.rows[: 3 if cu_seqlens.dim() == 2 else 1]
+    return torch.tensor((number, len(rows), *chain(*rows)), dtype=torch.int64)
+
+
+def _read_record(record: Tensor) -> tuple[int, Documents | None]:
+    """Return the number of a forward, and its documents."""
+    number, num_rows, *values = record.tolist()
+    return number, Documents.from_rows(torch.tensor(values).view(num_rows, -1).tolist()) if num_rows else None
 
 
 ring_attention_backward = torch.library.custom_op(

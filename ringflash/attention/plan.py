@@ -36,8 +36,16 @@ from ringflash.comm.transport import (
     transport_name,
     whole_transport,
 )
-from ringflash.sequence.mask import SequenceMask, digest
-from ringflash_kernels.api import IMPLS, KEYS_OF_RECORD, check_backward, choose_impl, implementation, rounds
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS
+from ringflash.sequence.mask import Documents, SequenceMask
+from ringflash_kernels.api import (
+    IMPLS,
+    KEYS_OF_RECORD,
+    check_backward,
+    choose_impl,
+    implementation,
+    rounds,
+)
 
 
 @dataclass(frozen=True)
@@ -172,18 +180,23 @@ def plan_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Documents | None,
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
     """Check a call without communicating.
 
     Args:
-        cu_seqlens: a tuple in the backward, with the values that the forward read.
+        cu_seqlens: documents in the backward, with the values that the forward read.
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_backward(impl, q.shape[-1], options.deterministic)
@@ -202,7 +215,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": options.softmax_scale,
-        "cu_seqlens": None if mask.cu_seqlens is None else digest(mask.cu_seqlens),
+        "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
         "transport": options.transport,
@@ -263,8 +276,8 @@ def _algorithm_of_auto(
     ring = ring_over(transport)
     if transport == "copy_engine":
         return ring, "all GPUs have peer access"
-    if options.layout == "balanced":
-        return ring, "layout 'balanced' sends few keys between hosts anyway"
+    if options.layout in DOCUMENT_LAYOUTS:
+        return ring, f"layout {options.layout!r}, whose chunks differ in size"
     split = known_split(group)
     if split is None:
         return ring, refusal_of(group) or "hosts are not known"
@@ -277,10 +290,10 @@ def _algorithm_of_auto(
 
 def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
     """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
-    if layout == "balanced":
+    if layout in DOCUMENT_LAYOUTS:
         raise NotImplementedError(
-            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got 'balanced', which "
-            "sends few keys between hosts anyway; use transport='auto', or layout='zigzag'."
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
+            "chunks differ in size; use transport='auto', or layout='zigzag'."
         )
     if split is not None:
         check_heads(num_heads, split.num_gpus, algorithm)

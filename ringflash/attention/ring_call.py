@@ -24,6 +24,7 @@ from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import agreement, call_numbers, cuda_graphs
 from ringflash.comm.agreement import Posted
 from ringflash.comm.call_numbers import NO_NUMBER
+from ringflash.sequence.mask import Documents
 
 _locks: defaultdict[torch.device, Lock] = defaultdict(Lock)
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last call that sent
@@ -68,7 +69,7 @@ class RingCall:
     def plan(
         self,
         tensors: tuple[Tensor, ...],
-        cu_seqlens: Tensor | tuple[int, ...] | None,
+        cu_seqlens: Tensor | Documents | None,
         options: CallOptions,
         grad_flags: int = 0,
     ) -> tuple[Tensor, ...]:

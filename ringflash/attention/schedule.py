@@ -25,7 +25,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ringflash.sequence.layout import Chunk, chunks
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask, Region
 
@@ -71,7 +71,7 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
     hops = []
     for step in active_steps(mask, cp_size, layout):
         source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
-        visible = Mask.of(rows, rows, _regions(mask, shards[cp_rank], shards[source]))
+        visible = _mask_of(mask, shards[cp_rank], shards[source], rows, rows)
         read = next(_visible(mask, shards[reader], shards[cp_rank]), None) is not None
         hops.append(Hop(step, source if visible.regions else None, reader if read else None, visible))
     return Schedule(tuple(hops))
@@ -85,9 +85,9 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     starts = [chunk.start for chunk, _ in owned]
     steps: set[int] = set()
     for chunk, rank in reversed(owned):  # the last chunk sees most: under a causal mask it suffices
-        first, stop = mask.visible_range(chunk.start, chunk.stop)
-        for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
-            steps.add((rank - owner) % cp_size)
+        for first, stop in mask.visible_ranges(chunk.start, chunk.stop):
+            for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
+                steps.add((rank - owner) % cp_size)
         if len(steps) == cp_size:
             break
     return tuple(sorted(steps))
@@ -248,8 +248,8 @@ def _gathering(
             owner_row = seen[owner].row(segment.start) if whole else segment.row
             gathered.append(Segment(owner, segment.row, row, segment.size, owner_row))
             positions.append(Chunk(segment.start, segment.stop, row))
-    regions = _regions(mask, tuple(_joined_chunks(shards[cp_rank])), tuple(_joined_chunks(positions)))
-    visible = Mask.of(mask.seqlen // len(shards), mine.num_rows, regions)
+    rows, keys = tuple(_joined_chunks(shards[cp_rank])), tuple(_joined_chunks(positions))
+    visible = _mask_of(mask, rows, keys, mask.seqlen // len(shards), mine.num_rows)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
         tuple(Reader(rank, keys.row(segment.start)) for rank, keys in seen.items() if segment.start in keys)
@@ -262,17 +262,17 @@ def _gathering(
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
     """Return the keys that a shard sees, in multiples of `multiple`, and of a 64th of a chunk if chunks are equal."""
     size = shard[0].size
-    grain = 1 if layout == "balanced" else max(1, size // 64)  # few sizes of segments, and none of a few rows
+    grain = 1 if layout in DOCUMENT_LAYOUTS else max(1, size // 64)  # few sizes of segments, and none of a few rows
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     grain = -(-grain // multiple) * multiple
     ranges: list[tuple[int, int]] = []
-    for chunk in shard:
-        first, stop = mask.visible_range(chunk.start, chunk.stop)
+    found = [seen for chunk in shard for seen in mask.visible_ranges(chunk.start, chunk.stop)]
+    for first, stop in sorted(found):
         begin, end = first // size * size, (stop - 1) // size * size  # starts of the outermost chunks of keys
         first = begin + (first - begin) // grain * grain
         stop = min(end - (end - stop) // grain * grain, end + size)
         if ranges and first <= ranges[-1][1]:
-            first = ranges.pop()[0]
+            first, stop = ranges[-1][0], max(ranges.pop()[1], stop)
         ranges.append((first, stop))
     return SeenKeys(ranges)
 
@@ -313,45 +313,65 @@ def _joined_chunks(found: Iterable[Chunk]) -> Iterator[Chunk]:
 
 
 def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
-    return [chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens) for rank in range(cp_size)]
+    return [chunks(mask.seqlen, cp_size, rank, layout, mask.documents) for rank in range(cp_size)]
 
 
 def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
-    """Yield the non-empty regions of two shards, one per pair of chunks and document, in local rows."""
+    """Yield the non-empty regions of two shards, in local rows: one per pair of chunks and run of a path."""
     starts = [chunk.start for chunk in k_shard]
-    for q_chunk in q_shard:
-        first, stop = mask.visible_range(q_chunk.start, q_chunk.stop)
-        for k_chunk in k_shard[max(0, bisect_right(starts, first) - 1) : bisect_left(starts, stop)]:
-            for region in _chunk_regions(mask, q_chunk, k_chunk):
-                trimmed = region.trimmed()
+    for q in q_shard:
+        for document in range(mask.document_of(q.start), mask.document_of(q.stop - 1) + 1):
+            for seen in mask.regions_of(document, q.start, q.stop):
+                first = max(0, bisect_right(starts, seen.k_start) - 1)
+                for k in k_shard[first : bisect_left(starts, seen.k_stop)]:
+                    trimmed = _in_rows(seen, q, k).trimmed()
+                    if trimmed is not None:
+                        yield trimmed
+
+
+def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
+    """Yield the same pairs as `_visible` by key: one region per pair of chunks and document of the keys."""
+    starts = [chunk.start for chunk in q_shard]
+    for k in k_shard:
+        for document in range(mask.document_of(k.start), mask.document_of(k.stop - 1) + 1):
+            seen = mask.column_of(document)
+            first = max(0, bisect_right(starts, seen.q_start) - 1)
+            for q in q_shard[first : bisect_left(starts, seen.q_stop)]:
+                trimmed = _in_rows(seen, q, k).trimmed()
                 if trimmed is not None:
                     yield trimmed
 
 
-def _chunk_regions(mask: SequenceMask, q: Chunk, k: Chunk) -> Iterator[Region]:
-    """Yield one region for every document that both chunks hold a part of."""
-    lower, upper = mask.band
+def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
+    """Return the part of a region that is in two chunks, in local rows."""
     shift = (k.row - k.start) - (q.row - q.start)  # turns a difference of positions into one of local rows
-    lower = None if lower is None else lower + shift
-    upper = None if upper is None else upper + shift
-    first = max(mask.document_of(q.start), mask.document_of(k.start))
-    last = min(mask.document_of(q.stop - 1), mask.document_of(k.stop - 1))
-    for document in range(first, last + 1):
-        start, stop = mask.bounds[document], mask.bounds[document + 1]
-        yield Region(
-            max(start, q.start) - q.start + q.row,
-            min(stop, q.stop) - q.start + q.row,
-            max(start, k.start) - k.start + k.row,
-            min(stop, k.stop) - k.start + k.row,
-            lower,
-            upper,
-        )
+    return Region(
+        max(seen.q_start, q.start) - q.start + q.row,
+        min(seen.q_stop, q.stop) - q.start + q.row,
+        max(seen.k_start, k.start) - k.start + k.row,
+        min(seen.k_stop, k.stop) - k.start + k.row,
+        None if seen.lower is None else seen.lower + shift,
+        None if seen.upper is None else seen.upper + shift,
+    )
+
+
+def _mask_of(
+    mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
+) -> Mask:
+    """Return the visible pairs of two shards, in local rows."""
+    found = Mask.of(num_rows, num_keys, _regions(mask, q_shard, k_shard))
+    found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
+    if mask.has_columns and len(found.regions) > 1:
+        by_key = Mask.of(num_rows, num_keys, _columns(mask, q_shard, k_shard)).transposed()
+        found.cached("transposed", lambda: by_key)
+    return found
 
 
 def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
     """Regions of two shards, joined into fewer and larger ones if possible."""
     lower, upper = mask.band
-    if q_shard == k_shard and lower is None and upper in (None, 0):
+    plain = mask.documents is None or mask.documents.are_plain
+    if q_shard == k_shard and lower is None and upper in (None, 0) and plain:
         return tuple(_own_documents(mask, q_shard, upper))
     regions = sorted(_visible(mask, q_shard, k_shard))
     return tuple(_joined(regions))

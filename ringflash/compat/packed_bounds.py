@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ringflash.sequence.layout import read_documents
+
 _GIVEN = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice", "causal", "rank", "world_size")
 
 
@@ -36,8 +38,9 @@ def llama3_flash_attn_prepare_cu_seqlens(
         local_k_slice: keys that they see, as positions in the whole sequence.
     Raises:
         ValueError: a sequence that world_size does not divide.
+        NotImplementedError: a table with parents or bidirectional documents, which these bounds cannot describe.
     """
-    bounds = cu_seqlens.tolist()
+    bounds = list(read_documents(cu_seqlens).plain_bounds("llama3_flash_attn_prepare_cu_seqlens"))
     length, rest = divmod(bounds[-1], world_size)
     if rest:
         raise ValueError(
@@ -75,6 +78,23 @@ def whole_bounds(cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> tuple[Tensor |
         f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash was given or returned, got "
         "a copy, a tensor that was written to, or another; pass on the same."
     )
+
+
+def scaled_bounds(cu_seqlens: Tensor, size: int, max_seqlen: int) -> tuple[Tensor | None, Exception | None]:
+    """Return bounds in the whole sequence, given those in a shard that has a size-th of each document, and the error.
+
+    The host reads a tensor on a device once.
+    """
+    try:
+        bounds = read_documents(cu_seqlens).plain_bounds("zigzag_ring_flash_attn_varlen_func")
+    except (ValueError, NotImplementedError) as error:
+        return None, error
+    if len(bounds) > 1 and _longest(list(bounds)) > max_seqlen:
+        return None, ValueError(
+            f"max_seqlen must be at least the longest document ({_longest(list(bounds))} tokens of the shard), got "
+            f"{max_seqlen}; pass int(cu_seqlens.diff().max())."
+        )
+    return torch.tensor([bound * size for bound in bounds], dtype=cu_seqlens.dtype), None
 
 
 def _version(x: Tensor) -> int:

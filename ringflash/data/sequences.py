@@ -33,7 +33,7 @@ class TokenSequences(Dataset[Batch]):
         documents: (num_documents,), document numbers in packing order.
         seqlen: number of tokens of a whole sequence, which cp_size ranks share.
     Raises:
-        ValueError: there are no documents, or the layout cannot divide the length.
+        ValueError: there are no documents, or the layout cannot divide the length or the documents.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class TokenSequences(Dataset[Batch]):
         layout: str = "zigzag",
     ) -> None:
         check_seqlen(seqlen, cp_size, layout)
+        if layout == "documents":
+            raise ValueError(
+                "layout must not be 'documents' for packed token files, got it: their documents have any length; take "
+                "'balanced', or 'zigzag'."
+            )
         if not len(documents):
             raise ValueError("documents must not be empty, got none; prepare more text.")
         self.files, self.documents, self.seqlen = files, documents.numpy(), seqlen

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike, document_bounds
+from ringflash.attention.inputs import autocast, differentiate_alike, documents_of
+from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.consistency import (
@@ -30,6 +31,7 @@ from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
 from ringflash.huggingface.recurrent_layers import use_sequence_order
+from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
 from ringflash.huggingface.validation import (
     attention_modules,
     check_adapters,
@@ -41,9 +43,11 @@ from ringflash.huggingface.validation import (
     check_rope,
     chunk_size,
     find_base,
+    find_decoder,
     find_static_error,
+    takes_spans,
 )
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
 
@@ -102,7 +106,7 @@ def set_group(
         )
     granularity(1, layout)
     options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
-    modules = attention_modules(model)
+    modules = attention_modules(find_decoder(model))
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
@@ -116,7 +120,8 @@ def set_group(
     for module in modules:
         check_attention_class(module)
         check_layer_type(module)
-        check_direction(module)
+        if not takes_spans(model):  # by which transformers' own masks go; checked in each call
+            check_direction(module)
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, inputs)
@@ -130,11 +135,11 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse the layout "balanced" for layers that attend in chunks: it balances the work of whole documents."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
     for module in modules:
-        if layout == "balanced" and chunk_size(module) is not None:
+        if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
-                f"layout must not be 'balanced' for layers that attend in chunks, got it for {type(module).__name__}; "
+                f"layout must not be {layout!r} for layers that attend in chunks, got it for {type(module).__name__}; "
                 "use 'zigzag'."
             )
 
@@ -160,22 +165,29 @@ def _pass_padding_mask(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **geometry: Any,
-) -> Tensor | None:
-    """Return a 2-D mask as it is; no mask is built. The attention knows the group and rejects zeros on every rank.
+) -> Tensor | LayerSpans | None:
+    """Return a 2-D mask as it is, and what the mask function says of spans; no mask is built.
+
+    The attention knows the group, and rejects zeros on every rank.
 
     Args:
-        mask_function: rejected if it is anything but causal, windowed or full. A model's overlay functions set
-            use_vmap; blocks of tokens that see one another (PaliGemma's prefix) do not, but are the last `or`.
+        mask_function: rejected if it is anything but causal, windowed or full, with spans (`read_spans`).
         geometry: lengths and offsets, which the attention derives from positions.
     """
-    plain = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
-    if use_vmap or getattr(mask_function, "__name__", "") not in plain:
+    if not use_vmap and getattr(mask_function, "__name__", "") in (
+        "causal_mask_function",
+        "bidirectional_mask_function",
+    ):
+        return attention_mask  # without the graph break of `read_spans`
+    found = read_spans(mask_function, use_vmap, attention_mask)
+    if found is not None and getattr(config, "model_type", "").startswith("molmo2"):
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, got one that the model changes; leave "
-            "token_type_ids out if the model takes them, or use another attn_implementation for this model."
+            "mm_token_type_ids must not be given to Molmo 2 on a ring, whose images all see one another, got some; "
+            "leave them out for text, or use another model."
         )
-    return attention_mask
+    return attention_mask if found is None else found
 
 
 def _attend(
@@ -183,7 +195,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LayerSpans | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -197,20 +209,24 @@ def _attend(
 
     Args:
         query, key, value: (batch, heads, seqlen_local, head_dim).
-        s_aux: (num_heads,), sinks, as in `apply_sinks`.
+        s_aux: (num_heads,), sinks, as in `ringflash.apply_sinks`.
         checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
     Returns:
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
     options = _options(module)
-    causal = _is_causal(module) if is_causal is None else is_causal
-    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux)
+    spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
+    mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
+    causal = spans is not None or (_is_causal(module) if is_causal is None else is_causal)
+    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans)
     inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
-        check_consistency(options, query, attention_mask, positions, cu_seqlens, checksum, inputs, error)
+        check_consistency(options, query, mask, positions, cu_seqlens, checksum, inputs, error, spans)
     elif error is not None:
         raise error
+    if spans is not None and spans.use is Use.NONE:
+        cu_seqlens = without_directions(cu_seqlens)
     # Under autocast, rotary embeddings return q and k in fp32, but v is in the low dtype.
     query, key, value = (autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
@@ -223,7 +239,10 @@ def _attend(
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:
             result = attend_in_chunks(attend_to, q, k, v, cu_seqlens, size, q.shape[1] * options.size_and_rank[0])
-    return (result if s_aux is None else apply_sinks(result, s_aux)), None
+    if s_aux is None:
+        return result, None
+    out, lse = result
+    return apply_sinks(out, lse, s_aux), None
 
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
@@ -248,17 +267,15 @@ def attend_in_chunks(
     """Attend within fixed-size chunks of each document (Llama 4), as packed documents with a bound at every chunk.
 
     Args:
-        attend_to: `attend` with its options. It is called once per row of a batch, since documents need one row.
+        attend_to: `attend` with its options.
         size: tokens of a chunk, counted from the start of each document.
         seqlen: length of the whole sequence.
     Returns:
         result: as `attend` returns it.
     """
     bounds = _chunk_bounds(cu_seqlens, size, seqlen, q)
-    if cu_seqlens is not None or bounds is None or q.shape[0] == 1:
-        return attend_to(q, k, v, cu_seqlens=bounds)
-    rows = [attend_to(*row, cu_seqlens=bounds) for row in zip(*(x.split(1) for x in (q, k, v)), strict=True)]
-    return torch.cat(rows) if isinstance(rows[0], Tensor) else tuple(map(torch.cat, zip(*rows, strict=True)))
+    several = cu_seqlens is None and bounds is not None and q.shape[0] > 1
+    return attend_to(q, k, v, cu_seqlens=[bounds] * q.shape[0] if several else bounds)
 
 
 @torch.compiler.disable(reason="the number of bounds depends on their values")
@@ -270,24 +287,8 @@ def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) 
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)
     try:
-        documents = document_bounds(cu_seqlens, q)
+        documents = documents_of(cu_seqlens, q).bounds  # plain ones: `find_static_error`
         check_cu_seqlens(documents, seqlen)
     except ValueError:
         return cu_seqlens
     return torch.tensor(cut_into_chunks(documents, size), dtype=torch.int32)
-
-
-def apply_sinks(attended: tuple[Tensor, Tensor], sinks: Tensor) -> Tensor:
-    """Add attention sinks (GPT-OSS): one learned logit per head in every row's softmax, for a key with no value.
-
-    The result is out * sigmoid(lse - sinks).
-
-    Args:
-        attended: out, (batch, seqlen, num_heads, head_dim), and lse, (batch, num_heads, seqlen), fp32 or fp64, with
-            gradients, as `ring_attention` returns them. A row that sees no key, 0 and -inf, stays 0.
-        sinks: (num_heads,).
-    Numerics: computed in lse's dtype, cast once.
-    """
-    out, lse = attended
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

@@ -10,8 +10,10 @@ from torch import Tensor
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import ModelRing
-from ringflash.sequence.layout import local_positions, shard_sequence
+from ringflash.sequence.layout import local_positions, read_documents, shard_sequence
+from ringflash.sequence.mask import path_shifts
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.sequence.trees import span_documents
 
 
 def prepare_batch(
@@ -22,7 +24,10 @@ def prepare_batch(
     labels: Tensor | None = None,
     attention_mask: Tensor | None = None,
     layout: str = "zigzag",
-    position_ids: str = "global",
+    position_ids: str | Tensor = "global",
+    block_sequence_ids: Tensor | None = None,
+    token_type_ids: Tensor | None = None,
+    mm_token_type_ids: Tensor | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch that every rank holds whole, as keyword arguments for model(**batch).
 
@@ -32,38 +37,62 @@ def prepare_batch(
 
     Args:
         input_ids: (batch, seqlen), int64, whole sequence.
-        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence; batch must then be 1. The layout
-            "balanced" needs them.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence, or a table of
+            `ringflash.document_table`; batch must then be 1. The layout "balanced" needs them.
         labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`, `pad_sequence`), with -100 for none;
             default is the successor of each token within its document.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
             cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
-        position_ids: "global", or "document" to count from 0 in each document (needs cu_seqlens).
+        position_ids: "global", or "document" to count from 0 in each document, and on from the one that it continues
+            (needs cu_seqlens). Or the three parts of M-RoPE (Qwen-VL), (3, batch, seqlen), from the model's
+            `get_rope_index`; the shard then has four, the global positions first.
+        block_sequence_ids: (1, seqlen) or (seqlen,), spans of tokens that see one another, such as images and
+            prefixes: the number of each token's span, -1 for others (`ringflash.span_documents`). A token that sees its
+            successor has no label by default.
+        token_type_ids, mm_token_type_ids: (batch, seqlen), those of a model that makes spans of them (Gemma 3 and 4,
+            PaliGemma); it must be given block_sequence_ids of the same spans.
     Returns:
-        batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole),
-            use_cache (False); with an attention_mask also is_token (shard, bool); in a group also checksum (scalar),
-            by which layer 0 checks that all ranks had the same sequence.
+        batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole; a table
+            with block_sequence_ids), use_cache (False); with an attention_mask also is_token (shard, bool); with token
+            types, these (shards); in a group also checksum (scalar), by which layer 0 checks that all ranks had the
+            same sequence.
     Raises:
         ValueError: a length the layout cannot cut; labels that are not shifted, or negative but not -100;
             padding before a token, or with labels. On this rank only: nothing is sent.
     """
-    successors = token_loss.shift_labels(input_ids, cu_seqlens)
+    if block_sequence_ids is not None:
+        cu_seqlens = span_documents(block_sequence_ids.flatten(), cu_seqlens)
+    if labels is not None:  # only to find out whether they are shifted
+        successors = token_loss.shift_labels(input_ids)
+    else:
+        successors = token_loss.shift_labels(input_ids, cu_seqlens)
     if attention_mask is not None:
-        _check_padding(attention_mask, input_ids, labels, cu_seqlens)
+        check_padding(attention_mask, input_ids, labels, cu_seqlens)
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout=layout)
     positions = local_positions(input_ids.shape[1], *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
+    parts = position_ids if isinstance(position_ids, Tensor) else None
+    if parts is not None and (parts.dim() != 3 or len(parts) != 3 or parts.shape[2] != input_ids.shape[1]):
+        raise ValueError(
+            f"position_ids must be (3, batch, {input_ids.shape[1]}) if they are a tensor, got {tuple(parts.shape)}; "
+            "leave them out for positions in the sequence."
+        )
     if position_ids == "document" and cu_seqlens is not None:
         positions = within_documents(positions, cu_seqlens)
-    elif position_ids != "global":
+    elif cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
+        raise ValueError(
+            f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
+            "must be those along the path."
+        )
+    elif parts is None and position_ids != "global":
         raise ValueError(
             f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
         )
     batch = {
         "input_ids": shard_sequence(input_ids, group, 1, layout, cu_seqlens),
-        "position_ids": positions[None],
+        "position_ids": positions[None] if parts is None else _with_parts(positions, parts, group, layout, cu_seqlens),
         "shift_labels": shard_sequence(labels, group, 1, layout, cu_seqlens),
         "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
         "cu_seqlens": cu_seqlens,
@@ -73,14 +102,47 @@ def prepare_batch(
     if attention_mask is not None:
         batch["is_token"] = shard_sequence(attention_mask, group, 1, layout, cu_seqlens) != 0
         shared.append(attention_mask)
+    for name, types in (("token_type_ids", token_type_ids), ("mm_token_type_ids", mm_token_type_ids)):
+        if types is not None:
+            batch[name] = shard_sequence(types, group, 1, layout, cu_seqlens)
+            shared.append(types)
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 
 
+def _with_parts(positions: Tensor, parts: Tensor, group: Group, layout: str, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the shard of M-RoPE's positions after those of the text: (4, batch, seqlen_local)."""
+    shard = shard_sequence(parts, group, 2, layout, cu_seqlens)
+    return torch.cat([positions.expand(1, shard.shape[1], -1), shard])
+
+
 def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return positions counted from the start of the document that contains each."""
-    bounds = cu_seqlens.to(positions.device, positions.dtype)
+    """Return positions counted from the start of the path of the document that contains each: of what it continues."""
+    bounds = shifts = cu_seqlens
+    if cu_seqlens.dim() > 1:
+        bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
+        shifts = torch.tensor(path_shifts(documents.bounds, documents.parents))
+    bounds, shifts = (x.to(positions.device, positions.dtype) for x in (bounds, shifts))
     document = torch.searchsorted(bounds, positions, right=True) - 1
-    return positions - bounds[document.clamp(min=0)]
+    return positions - shifts[document.clamp(min=0)]
+
+
+def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
+    """Return the starts of documents that do not continue the previous one, and so do not see its padding.
+
+    Raises:
+        ValueError: padding in a bidirectional document.
+    """
+    documents = read_documents(table)
+    both = torch.tensor(documents.bidirectional or (False,) * (len(documents.bounds) - 1), device="cpu")
+    seen = torch.repeat_interleave(both, torch.tensor(documents.bounds, device="cpu").diff())
+    if (mask[:, seen.to(mask.device)] == 0).any():
+        raise ValueError(
+            "attention_mask must be 1 in bidirectional documents, whose tokens see all of it, got padding; make it a "
+            "document of its own (ringflash.pad_sequence)."
+        )
+    parents = documents.parents or (-1,) * len(both)
+    starts = [start for i, start in enumerate(documents.bounds[:-1]) if parents[i] != i - 1]
+    return torch.tensor(starts, dtype=torch.int64, device=mask.device)
 
 
 def _checksum(*shared: Tensor) -> Tensor:
@@ -113,7 +175,8 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
     return labels
 
 
-def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError unless an attention_mask has padding only where no token sees it, and without labels."""
     if mask.shape != input_ids.shape or ((mask != 0) & (mask != 1)).any():
         raise ValueError(
             f"attention_mask must be 0 or 1 for each of input_ids {tuple(input_ids.shape)}, got a tensor "
@@ -123,7 +186,7 @@ def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_se
     after_padding = (mask != 0) & (mask.roll(1, 1) == 0)
     after_padding[:, 0] = False
     if cu_seqlens is not None:
-        after_padding[:, cu_seqlens[:-1].long()] = False
+        after_padding[:, cu_seqlens[:-1].long() if cu_seqlens.dim() == 1 else _unseeing(cu_seqlens, mask)] = False
     if after_padding.any():
         raise ValueError(
             "attention_mask must be 0 on the right of the tokens only, got padding before a token, which would see "

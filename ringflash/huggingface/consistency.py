@@ -25,7 +25,9 @@ from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
+from ringflash.huggingface.spans import LayerSpans, say_of_other_layers, spans_fit
 from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.sequence.layout import read_documents
 
 _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
 
@@ -92,12 +94,16 @@ class ForwardInputs:
         if model.training and torch.is_grad_enabled() and self.options.group is not None:
             step(model)
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the arguments; a forward pre-hook of the model."""
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note the arguments, and tell all layers of spans; a forward pre-hook of the model."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
         self.length, self.next_length = self.next_length, None
+        if "attention_mask" in kwargs:
+            kwargs["attention_mask"] = say_of_other_layers(kwargs["attention_mask"])
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
@@ -105,6 +111,7 @@ class ForwardInputs:
                     use_global_length(child, self)
             if model.training:
                 self._begin_training(model, given)
+        return args, kwargs
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
     def _begin_training(self, model: nn.Module, given: dict[str, Any]) -> None:
@@ -199,11 +206,13 @@ def check_consistency(
     checksum: Tensor | None,
     inputs: ForwardInputs | None,
     error: Exception | None,
+    spans: LayerSpans | None = None,
 ) -> None:
-    """Raise on every rank if any rank has an error: once a forward, in layer 0, by one all-reduce of four numbers.
+    """Raise on every rank if any rank has an error: once a forward, in layer 0, by one all-reduce of five numbers.
 
     Args:
         error: of this rank, found before the call.
+        spans: those of the model's own mask, if it has any.
     """
     noted = None if inputs is None else inputs.find_error(cu_seqlens)
     if position_ids is None and inputs is not None:
@@ -215,15 +224,15 @@ def check_consistency(
         if error is not None:
             raise error
         return
-    # Two error flags, and the checksum with both signs: the maxima over the ranks cancel only if all are equal.
-    found = torch.zeros(4, dtype=torch.int64, device=query.device)
+    # Three error flags, and the checksum with both signs: the maxima over the ranks cancel only if all are equal.
+    found = torch.zeros(5, dtype=torch.int64, device=query.device)
     if error is None:
         try:
-            found[:2] = _find_value_errors(options, query, mask, position_ids, cu_seqlens)
+            found[:3] = _find_value_errors(options, query, mask, position_ids, cu_seqlens, spans)
         except ValueError as problem:
             error = problem
     if checksum is not None:
-        found[2], found[3] = checksum, -checksum
+        found[3], found[4] = checksum, -checksum
     *wrong, highest, lowest = _maxima(options.group, found, error)
     if any(wrong):
         _raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
@@ -240,36 +249,53 @@ def raise_together(group: dist.ProcessGroup | None, error: Exception, device: to
     """Raise an error of a rank whose model is not on the ring, and let the others raise it in `check_consistency`."""
     if device.type == "meta":
         raise error
-    _maxima(group, torch.zeros(4, dtype=torch.int64, device=device), error)
+    _maxima(group, torch.zeros(5, dtype=torch.int64, device=device), error)
     _raise_on_every_rank(group, error)
 
 
 def _maxima(group: dist.ProcessGroup | None, found: Tensor, error: Exception | None) -> list[int]:
-    """Return the maxima over the ranks, with both flags set if a rank has an error."""
+    """Return the maxima over the ranks, with all flags set if a rank has an error."""
     worst = found.clone()
-    worst[:2] |= int(error is not None)
+    worst[:3] |= int(error is not None)
     if group is not None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
     return worst.tolist()
 
 
 def _find_value_errors(
-    options: ModelRing, query: Tensor, mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None
+    options: ModelRing,
+    query: Tensor,
+    mask: Tensor | None,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    spans: LayerSpans | None,
 ) -> Tensor:
-    """Return (2,), int32: a mask that hides a token, wrong positions. The host reads nothing."""
+    """Return (3,), int32: a mask that hides a token, wrong positions, wrong spans. The host reads nothing."""
     assert position_ids is not None
-    hidden = query.new_zeros((), dtype=torch.bool) if mask is None else ~mask.all()
+    none = query.new_zeros((), dtype=torch.bool)
+    hidden = none if mask is None else ~mask.all()
     misplaced = ~_positions_fit(options, query.shape[2], position_ids, cu_seqlens)
-    return torch.stack([hidden.to(query.device), misplaced.to(query.device)]).int()
+    other_spans = none
+    if spans is not None:
+        positions = options.positions(query.shape[2], spans.ids.device, cu_seqlens)
+        other_spans = ~spans_fit(spans.ids, positions, cu_seqlens)
+    return torch.stack([x.to(query.device) for x in (hidden, misplaced, other_spans)]).int()
 
 
 def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document."""
+    """Return a bool scalar: positions are the shard's global ones or, with documents, those within each document.
+
+    Of M-RoPE's positions, the text's are checked: the first of four parts, or all three parts if they are the same.
+    """
+    if position_ids.dim() == 3:
+        first = _positions_fit(options, length, position_ids[0], cu_seqlens)
+        return first if len(position_ids) == 4 else first | (position_ids != position_ids[:1]).any()
     positions = options.positions(length, position_ids.device, cu_seqlens)
     fit = (position_ids == positions).all()
-    if cu_seqlens is not None:
-        fit = fit | (position_ids == within_documents(positions, cu_seqlens)).all()
-    return fit
+    if cu_seqlens is None:
+        return fit
+    along_path = (position_ids == within_documents(positions, cu_seqlens)).all()
+    return along_path if cu_seqlens.dim() == 2 and read_documents(cu_seqlens).have_branches else fit | along_path
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
@@ -283,6 +309,11 @@ def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
             f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
             f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
             "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions."
+        )
+    if flags[2]:
+        return ValueError(
+            "token_type_ids (mm_token_type_ids) must be the shard of those whose spans are the bidirectional documents "
+            "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids."
         )
     return None
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ringflash.huggingface.validation import attention_modules
-from ringflash.sequence.mask import cut_into_chunks
+from ringflash.sequence.mask import Documents, SequenceMask, cut_into_chunks
 
 # Dense bf16 rates from NVIDIA's data sheets. The first entry whose name is part of the device's name applies.
 PEAK_TFLOPS = (
@@ -108,24 +108,34 @@ def matmul_sizes(model: nn.Module) -> MatmulSizes | None:
 
 
 def training_flops(
-    sizes: MatmulSizes, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int]
+    sizes: MatmulSizes, windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | Documents
 ) -> float:
     """Return the FLOPs of forward and backward over one sequence.
 
     Args:
         windows: window or chunks of every layer (`layer_windows`).
-        bounds: document bounds of the sequence, from 0 to its length.
+        bounds: document bounds of the sequence, from 0 to its length, or documents of a table (`read_documents`).
     """
-    return 6.0 * sizes.matmul_parameters * bounds[-1] + 12.0 * sizes.q_size * count_visible_pairs(windows, bounds)
+    seqlen = (bounds.bounds if isinstance(bounds, Documents) else bounds)[-1]
+    return 6.0 * sizes.matmul_parameters * seqlen + 12.0 * sizes.q_size * count_visible_pairs(windows, bounds)
 
 
-def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int]) -> int:
+def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | Documents) -> int:
     """Return the number of visible query-key pairs over all layers; for the arguments see `training_flops`."""
-    pairs = {window: _pairs(window, tuple(bounds)) for window in set(windows)}
+    documents = bounds if isinstance(bounds, Documents) else Documents(tuple(bounds))
+    count = _pairs if documents.are_plain else _pairs_of_trees
+    pairs = {window: count(window, documents) for window in set(windows)}
     return sum(pairs[window] for window in windows)
 
 
-def _pairs(window: int | ChunkedAttention | None, bounds: tuple[int, ...]) -> int:
+def _pairs(window: int | ChunkedAttention | None, documents: Documents) -> int:
     if isinstance(window, ChunkedAttention):
-        return _pairs(None, cut_into_chunks(bounds, window.size))
-    return sum(visible_pairs(stop - start, window) for start, stop in pairwise(bounds))
+        return _pairs(None, Documents(cut_into_chunks(documents.bounds, window.size)))
+    return sum(visible_pairs(stop - start, window) for start, stop in pairwise(documents.bounds))
+
+
+def _pairs_of_trees(window: int | ChunkedAttention | None, documents: Documents) -> int:
+    if isinstance(window, ChunkedAttention):
+        documents.plain_bounds("layers that attend in chunks")
+    left = -1 if window is None or isinstance(window, ChunkedAttention) else window
+    return SequenceMask(documents.bounds[-1], True, (left, -1), *documents).num_visible

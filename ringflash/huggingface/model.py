@@ -72,6 +72,8 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         temperature: float | None = None,
         length: int | None = None,
         columns: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
@@ -81,8 +83,9 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             length, columns: as `decode`; `prepare_batch` does not return them.
         """
         hidden, weight, balance = self.decode(
-            input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns
-        )
+            input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns, token_type_ids,
+            mm_token_type_ids,
+        )  # fmt: skip
         if temperature is not None:
             return token_loss.token_log_probs(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
@@ -108,6 +111,8 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         is_token: Tensor | None = None,
         length: int | None = None,
         columns: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
@@ -116,13 +121,15 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
         """
         causal: Any = without_peft(self.model)
-        inputs, counted = self._checked_inputs(causal, input_ids.device), {}
+        inputs, rest = self._checked_inputs(causal, input_ids.device), {}
         if inputs is not None:
             inputs.next_length = length
-            counted = {"columns": columns} if inputs.counts_positions else {}
+            rest = {"columns": columns} if inputs.counts_positions else {}
+        types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
+        rest |= {name: x for name, x in types.items() if x is not None}
         outputs = causal.model(
             input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
-            checksum=checksum, is_token=is_token, **counted,
+            checksum=checksum, is_token=is_token, **rest,
         )  # fmt: skip
         balance = None
         if _has_router_loss(causal):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ringflash.attention.options import CallOptions
-from ringflash.sequence.layout import local_positions
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, local_positions
 
 NAME = "ringflash"  # the attn_implementation
 
@@ -23,7 +23,7 @@ class ModelRing(CallOptions):
     def positions(self, length: int, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the global positions of the `length` tokens that this rank holds; cu_seqlens as `local_positions`."""
         cp_size, cp_rank = self.size_and_rank
-        if self.layout == "balanced":  # read and decided once per step
+        if self.layout in DOCUMENT_LAYOUTS:  # read and decided once per step
             return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
         found = _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
         if isinstance(found, FakeTensor):  # without values, for a tracer: later calls must not get it

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.attention.inputs import document_bounds
+from ringflash.attention.inputs import documents_of
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer
 from ringflash.huggingface.consistency import ForwardInputs, check_consistency, name_of_layer
@@ -26,6 +26,7 @@ from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing
 from ringflash.huggingface.validation import check_kwargs, recurrent_modules
 from ringflash.recurrent import Stretch, causal_conv, delta_rule, from_sequence_order, mamba2_scan, to_sequence_order
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import check_cu_seqlens
 
 _KEYWORD = "ringflash"  # keyword argument that carries a Stretch
@@ -67,7 +68,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         positions = call.get("position_ids")
         check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
     signature: dict[str, object] = {"recurrent layer on": [*hidden.shape], "dtype": str(hidden.dtype)}
-    if options.layout == "balanced":  # in the others attention compares the bounds, on which no message depends
+    if options.layout in DOCUMENT_LAYOUTS:  # in the others attention compares the bounds, on which no message depends
         signature["cu_seqlens"] = zlib.crc32(str(bounds).encode())
     with in_layer(name):
         agree(options.group, signature, error, hidden.device)
@@ -85,7 +86,7 @@ def _find_error(
     try:
         check_kwargs(call)
         if cu_seqlens is not None:
-            bounds = document_bounds(cu_seqlens, hidden)
+            bounds = documents_of(cu_seqlens, hidden).plain_bounds("layers with recurrences or convolutions")
             check_cu_seqlens(bounds, hidden.shape[1] * options.size_and_rank[0])
     except (NotImplementedError, ValueError) as error:
         return error, None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
+from ringflash.huggingface.spans import LayerSpans
+from ringflash.sequence.layout import read_documents
 
 # Arguments that models pass to every attention call and no attention reads.
 _HARMLESS = {
@@ -61,6 +63,22 @@ def recurrent_modules(model: nn.Module) -> list[nn.Module]:
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules that follow `attn_implementation`, in the order of the layers."""
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """Return the part of a model that reads the sequence, without towers for images or sound."""
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    found = None if get_decoder is None else get_decoder()
+    return found if found is not None and attention_modules(found) else model
+
+
+def takes_spans(model: nn.Module) -> bool:
+    """Return True if a model's forward takes token types, of which it makes spans that see themselves."""
+    names = {"token_type_ids", "mm_token_type_ids"}
+    return any(
+        hasattr(module, "get_decoder") and not names.isdisjoint(signature(type(module).forward).parameters)
+        for module in model.modules()
+    )
 
 
 def layer_type(module: nn.Module) -> str | None:
@@ -123,18 +141,24 @@ def find_static_error(
     causal: bool,
     kwargs: dict,
     sinks: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    spans: LayerSpans | None = None,
 ) -> Exception | None:
     """Return the error for arguments that ring attention does not support, or None."""
     try:
         check_kwargs(kwargs)
         check_layer_type(module)
-        check_direction(module)
+        if spans is None:
+            check_direction(module)
+        elif (problem := spans.find_error(cu_seqlens, window)) is not None:
+            raise problem
         _check_dropout(dropout)
         _check_length(query, key)
         _check_window(module, window, causal)
         _check_sinks(query, sinks)
         _check_padding(kwargs.get("is_token"), causal)
-    except NotImplementedError as error:
+        _check_documents(module, cu_seqlens)
+    except (NotImplementedError, ValueError) as error:
         return error
     return None
 
@@ -338,6 +362,13 @@ def _check_padding(is_token: Tensor | None, causal: bool) -> None:
         )
 
 
+def _check_documents(module: nn.Module, cu_seqlens: Tensor | None) -> None:
+    """Raise NotImplementedError unless documents are plain in a model with chunks, which count from their starts."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    if cu_seqlens is not None and cu_seqlens.dim() == 2 and "chunked_attention" in kinds:
+        read_documents(cu_seqlens).plain_bounds("layers that attend in chunks")
+
+
 def _is_windowed(module: nn.Module) -> bool:
     """Return True if transformers' own mask of the layer has a window; some models set it only in the mask."""
     if (kind := layer_type(module)) is not None:
@@ -366,9 +397,13 @@ def find_shape_error(query: Tensor, mask: Tensor | None, position_ids: Tensor | 
         )
     rows, length = query.shape[0], query.shape[2]
     got = None if position_ids is None else tuple(position_ids.shape)
+    if got is not None and len(got) == 3 and got[0] in (3, 4):
+        got = got[1:]  # parts of M-RoPE, the text's before them or not
     if got not in ((1, length), (rows, length)):
         remedy = "pass ringflash.local_positions(...)[None]"
         if position_ids is None:
             remedy += " to the model, and the model to set_group, which looks for them where its attention has none"
-        return ValueError(f"position_ids must be (1 or batch, {length}), got {got}; {remedy}.")
+        return ValueError(
+            f"position_ids must be (1 or batch, {length}), also in 3 or 4 parts (M-RoPE), got {got}; {remedy}."
+        )
     return None

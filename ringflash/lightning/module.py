@@ -22,6 +22,7 @@ from ringflash.huggingface.weights import draw_weights, load_weights, merge_conf
 from ringflash.lightning.float8 import multiply_in_float8
 from ringflash.lightning.strategy import strategy_of
 from ringflash.memory import Memory, save_memory
+from ringflash.sequence.mask import Documents
 from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
@@ -73,7 +74,7 @@ class CausalLM(lightning.LightningModule):
         self.seed, self.memory, self.impl, self.float8 = seed, memory, impl, float8
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
-        self.flops_of: Callable[[Sequence[int]], float] | None = None  # documents' bounds of a sequence -> its FLOPs
+        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None  # of a sequence's documents
         self._losses: list[torch.Tensor] = []  # one for each batch of this step so far
         self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
@@ -283,7 +284,7 @@ def empty_model(
     return huggingface.CausalLMWithLoss(model, group)
 
 
-def _flops_of(model: nn.Module) -> Callable[[Sequence[int]], float] | None:
+def _flops_of(model: nn.Module) -> Callable[[Sequence[int] | Documents], float] | None:
     """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
     counted = matmul_sizes(model)
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
@@ -299,7 +300,8 @@ def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None
 
     Args:
         position_ids: (1, tokens), global, as `ringflash.huggingface.prepare_batch` returns them.
-        cu_seqlens: bounds of the documents in the whole sequence; None is one document.
+        cu_seqlens: bounds of the documents in the whole sequence, or a table of `ringflash.document_table`, whose
+            documents count on from those that they continue; None is one document.
         seqlen: tokens of the whole sequence.
     """
     before = position_ids if cu_seqlens is None else within_documents(position_ids[0], cu_seqlens)[None]

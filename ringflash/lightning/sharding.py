@@ -25,7 +25,7 @@ from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
 from ringflash.lightning.first_step import FirstStep, check_labels, check_same_batch, sample
 from ringflash.lightning.strategy import OneProcess, check_ties, ranks_of
-from ringflash.sequence.layout import granularity, local_positions, shard_sequence
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.wrap import wrap_attention
 from ringflash.wrap.check import check_runs
@@ -216,7 +216,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             return
         device = self.trainer.strategy.root_device
         size = granularity(strategy.cp_size, strategy.layout) * CHECKED_TOKENS
-        bounds = torch.tensor([0, size], dtype=torch.int32) if strategy.layout == "balanced" else None
+        bounds = torch.tensor([0, size], dtype=torch.int32) if strategy.layout in DOCUMENT_LAYOUTS else None
         tokens = sample(batch, size, local_positions(size, strategy.cp_size, 0, strategy.layout, bounds))
         if bounds is not None and isinstance(tokens, dict):
             tokens["cu_seqlens"] = bounds

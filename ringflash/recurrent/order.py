@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
 from ringflash.recurrent.messages import swap
-from ringflash.sequence.layout import chunks
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, chunks
 
 Bounds = tuple[int, ...] | None
 
@@ -25,7 +25,7 @@ def to_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds: B
 
     Args:
         x: (batch, seqlen_local, ...), as `shard_sequence` cuts it.
-        bounds: document bounds (0, ..., seqlen), which the layout "balanced" needs.
+        bounds: document bounds (0, ..., seqlen), which the layouts "balanced" and "documents" need.
     Returns:
         shard: as x; rank r holds the positions [r * seqlen_local, (r + 1) * seqlen_local).
     """
@@ -41,7 +41,7 @@ def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) 
     group = resolve(group)
     if group is None or layout == "contiguous":
         return x
-    bounds = bounds if layout == "balanced" else None
+    bounds = bounds if layout in DOCUMENT_LAYOUTS else None
     plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, bounds, x.device)
     return cast(Tensor, _Exchange.apply(x, group, plan, back))
 

@@ -14,7 +14,6 @@ whole sequence: a rank takes a chunk near its start and one near its end, with t
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
@@ -23,7 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringflash.sequence.mask import Documents, path_shifts
+
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
+_TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
 _TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
 
 
@@ -36,17 +38,16 @@ class BalancedChunks(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def balanced_chunks(bounds: tuple[int, ...], cp_size: int) -> BalancedChunks:
+def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
     """Distribute documents over ranks, the same on every rank.
 
     Args:
-        bounds: document bounds, from 0 to the length of the sequence, which must be divisible by cp_size.
+        documents: their bounds from 0 to the length of the sequence, which must be divisible by cp_size.
     """
-    starts = torch.frombuffer(array("q", bounds), dtype=torch.int64)  # torch.tensor takes four times as long
-    lengths = starts.diff()
-    order = torch.argsort(lengths, descending=True, stable=True)
-    starts, lengths = starts[order], lengths[order]
-    ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths).cut(cp_size), device="cpu")
+    starts, lengths, work = _units(documents, cp_size)
+    order = torch.argsort(work.double() / lengths, descending=True, stable=True)
+    starts, lengths, work = starts[order], lengths[order], work[order]
+    ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths, work).cut(cp_size), device="cpu")
     edges = torch.cat([cuts, ends]).sort().values.unique_consecutive()
     segments = edges.diff()  # each is of one document and of one rank
     document = torch.searchsorted(ends, edges[:-1], right=True)
@@ -57,25 +58,62 @@ def balanced_chunks(bounds: tuple[int, ...], cp_size: int) -> BalancedChunks:
     divided = list(zip(*(x[~whole].tolist() for x in (document, rank, segments)), strict=True))
     if divided:
         chunks.append(torch.tensor(list(_mirrored(divided, starts.tolist())), device="cpu"))
-    return _joined(torch.cat(chunks), bounds[-1])
+    return _joined(torch.cat(chunks), documents.bounds[-1])
+
+
+def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return start, length and work of what is placed as a whole if it can be: documents, and small trees of them.
+
+    Work is twice the number of visible pairs. A tree whose tokens are few for a rank stays together, since most of its
+    documents see the same keys.
+    """
+    bounds = torch.tensor(documents.bounds, device="cpu")
+    starts, lengths = bounds[:-1], bounds.diff()
+    before = starts - torch.tensor(
+        path_shifts(documents.bounds, documents.parents), device="cpu"
+    )  # tokens of the ancestors
+    per_token = lengths + 1 + 2 * before
+    if documents.bidirectional is not None:
+        per_token += torch.tensor(documents.bidirectional, device="cpu") * (lengths - 1)
+    work = lengths * per_token
+    if documents.parents is None:
+        return starts, lengths, work
+    ends = list(documents.bounds[1:])  # of the trees that begin with each document
+    for index in reversed(range(len(ends))):
+        parent = documents.parents[index]
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[index])
+    limit, first, firsts = documents.bounds[-1] // (_TREES_OF_RANK * cp_size), 0, []
+    for index, end in enumerate(ends):
+        if documents.bounds[index] >= first:
+            firsts.append(index)
+            small = end - documents.bounds[index] <= limit
+            first = end if small else documents.bounds[index + 1]
+    heads = torch.tensor(firsts, device="cpu")
+    unit = torch.bucketize(torch.arange(len(ends), device="cpu"), heads, right=True) - 1
+    return starts[heads], *(torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
 
 
 class _Order:
-    """Documents in order of their length, and the work of any consecutive tokens in it.
+    """Documents in order of their work per token, and the work of any consecutive tokens in it.
 
     Args:
-        lengths: (num_documents,), int64, descending.
+        lengths: (num_documents,), int64.
+        work: (num_documents,), int64, twice the visible pairs of each document.
     """
 
-    def __init__(self, lengths: Tensor) -> None:
+    def __init__(self, lengths: Tensor, work: Tensor) -> None:
         self.starts = [0, *lengths.cumsum(0).tolist()]
-        self._before = [0, *(lengths * (lengths + 1)).cumsum(0).tolist()]
-        self._per_token = [*(lengths + 1).tolist(), 0]
+        self._before = [0, *work.cumsum(0).tolist()]
 
     def work(self, position: int) -> int:
         """Return twice the number of visible pairs of the tokens before a position."""
         document = bisect_right(self.starts, position) - 1
-        return self._before[document] + (position - self.starts[document]) * self._per_token[document]
+        rest = position - self.starts[document]
+        if not rest:
+            return self._before[document]
+        whole = self._before[document + 1] - self._before[document]
+        return self._before[document] + whole * rest // (self.starts[document + 1] - self.starts[document])
 
     def cut(self, cp_size: int) -> list[int]:
         """Cut the order into 2 * cp_size - 1 sequences of tokens, of ranks 0, 1, ..., cp_size - 1, ..., 1, 0."""

@@ -7,14 +7,16 @@ causal mask every rank has the same work. `contiguous` gives it chunk r. With fo
     zigzag     r0  r1  r2  r3  r3  r2  r1  r0
 
 `striped` concatenates 32 zigzags, so that every document is spread almost evenly over the ranks. `balanced` gives a
-rank whole documents, as far as work and tokens stay equal (`ringflash.sequence.balanced`).
+rank whole documents, as far as work and tokens stay equal (`ringflash.sequence.balanced`). `documents` is a zigzag of
+each document, as Transformer Engine cuts packed sequences.
 
 Positions increase within a shard, so an interval of positions is an interval of local rows.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 from weakref import ref
 
@@ -25,9 +27,10 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
-from ringflash.sequence.mask import check_cu_seqlens, digest
+from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
 
-LAYOUTS = ("zigzag", "striped", "contiguous", "balanced")
+LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
+DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
 _ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
 
 
@@ -45,25 +48,33 @@ class Chunk(NamedTuple):
 
 
 def chunks(
-    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", bounds: tuple[int, ...] | None = None
+    seqlen: int,
+    cp_size: int,
+    cp_rank: int,
+    layout: str = "zigzag",
+    documents: tuple[int, ...] | Documents | None = None,
 ) -> tuple[Chunk, ...]:
     """Return the chunks of one rank, in local order.
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        bounds: document bounds, for the layout "balanced".
+        documents: for `DOCUMENT_LAYOUTS`, or their bounds.
     Raises:
-        ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for `balanced`.
+        ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for such a layout.
     """
-    check_layout(seqlen, cp_size, layout, bounds)
+    documents = Documents.of(documents)
+    check_layout(seqlen, cp_size, layout, documents)
     if layout == "balanced":
-        assert bounds is not None
-        found = balanced_chunks(bounds, cp_size)
+        assert documents is not None
+        found = balanced_chunks(documents, cp_size)
         ranks = torch.tensor([cp_rank, cp_rank + 1], device=found.rank.device)
         first, last = torch.searchsorted(found.rank, ranks).tolist()
         starts, sizes = (x[first:last].tolist() for x in (found.start, found.size))
         rows = accumulate(sizes, initial=0)
         return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))
+    if layout == "documents":
+        assert documents is not None
+        return tuple(_zigzags(documents.bounds, cp_size, cp_rank))
     if layout == "contiguous":
         size = seqlen // cp_size
         return (Chunk(cp_rank * size, (cp_rank + 1) * size, 0),)
@@ -74,8 +85,18 @@ def chunks(
     return tuple(Chunk(number * size, (number + 1) * size, index * size) for index, number in enumerate(numbers))
 
 
+def _zigzags(bounds: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[Chunk]:
+    """Yield the two chunks that a rank holds of each document."""
+    row = 0
+    for start, stop in pairwise(bounds):
+        size = (stop - start) // (2 * cp_size)
+        for first in (start + cp_rank * size, stop - (cp_rank + 1) * size):
+            yield Chunk(first, first + size, row)
+            row += size
+
+
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
-    """Return the number that must divide the sequence length."""
+    """Return the number of which the length of a sequence must be a multiple to be cut by a layout."""
     if layout not in LAYOUTS:
         raise ValueError(
             f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, balanced packed documents."
@@ -84,8 +105,8 @@ def granularity(cp_size: int, layout: str = "zigzag") -> int:
 
 
 def chunks_of_rank(layout: str) -> int:
-    """Return the number of chunks per rank; 1 for `balanced`, whose number depends on the documents."""
-    return 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
+    """Return the number of chunks per rank; if it depends on the documents, the smallest."""
+    return 2 if layout == "documents" else 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
 def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
@@ -98,16 +119,26 @@ def check_seqlen(seqlen: int, cp_size: int, layout: str) -> None:
         raise ValueError(f"seqlen must be divisible by {rule} ({unit}), got {seqlen}; pad to {padded} (pad_sequence).")
 
 
-def check_layout(seqlen: int, cp_size: int, layout: str, bounds: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless `layout` can divide `seqlen` tokens with these document bounds among `cp_size` ranks."""
+def check_layout(seqlen: int, cp_size: int, layout: str, documents: tuple[int, ...] | Documents | None) -> None:
+    """Raise ValueError unless `layout` can divide `seqlen` tokens with these documents among `cp_size` ranks."""
     check_seqlen(seqlen, cp_size, layout)
-    if layout == "balanced" and bounds is None:
+    if layout not in DOCUMENT_LAYOUTS:
+        return
+    documents = Documents.of(documents)
+    if documents is None:
         raise ValueError(
-            "cu_seqlens must be given with layout='balanced', got None; pass the bounds of the packed documents, or "
+            f"cu_seqlens must be given with layout={layout!r}, got None; pass the bounds of the packed documents, or "
             "take layout='zigzag' for a sequence without documents."
         )
-    if layout == "balanced" and bounds is not None:
-        check_cu_seqlens(bounds, seqlen)
+    check_cu_seqlens(documents.bounds, seqlen)
+    check_parents(*documents)
+    unit = 2 * cp_size
+    divided = layout == "documents" and next((x for x in pairwise(documents.bounds) if (x[1] - x[0]) % unit), None)
+    if divided:
+        raise ValueError(
+            f"each document must have a length divisible by 2 * cp_size ({unit}) with layout='documents', got "
+            f"{divided[1] - divided[0]} tokens from {divided[0]}; pad each (pad_sequence with this layout)."
+        )
 
 
 def local_positions(
@@ -119,8 +150,8 @@ def local_positions(
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" needs them; the other
-            layouts do not depend on documents.
+        cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" and "documents" need
+            them; the other layouts do not depend on documents.
     Returns:
         positions: (seqlen // cp_size,), int64, increasing.
     Raises:
@@ -154,32 +185,50 @@ def shard_sequence(
 
 
 def unshard_sequence(
-    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+    x: torch.Tensor,
+    group: Group,
+    dim: int = 1,
+    layout: str = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    gradient: str = "sum",
 ) -> torch.Tensor:
     """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
-    Differentiable. The gradient of a shard is the sum over ranks of the gradients of the full tensor at its
-    positions, which is correct if the objective is the sum of the ranks' losses. If every rank computes the same loss
-    from the result, divide it by cp_size.
+    Differentiable; `gradient` says how, by the loss that the ranks compute from the result.
 
+    Args:
+        gradient: "sum" if the objective is the sum of the ranks' losses: the gradient of a shard is the sum over ranks
+            of the gradients of the full tensor at its positions. "own" if every rank computes the same loss, of the
+            whole sequence: it is this rank's own gradient there. The gradients of the parameters are then to be summed
+            over the ranks; multiply the loss by cp_size for backends that average them.
     Raises:
         ValueError: shards that the layout does not have, or that differ between ranks in shape or dtype; on every rank.
     """
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
+        _check_gradient(gradient)
         return x
     if not torch.compiler.is_compiling():
-        _compare_shards(x, group, dim, layout, bounds)
-    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds))
+        _compare_shards(x, group, dim, layout, bounds, gradient)
+    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
+
+
+def _check_gradient(gradient: str) -> None:
+    if gradient not in ("sum", "own"):
+        raise ValueError(
+            f"gradient must be 'sum' or 'own', got {gradient!r}; 'own' is for a loss that every rank computes whole."
+        )
 
 
 def _compare_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None, gradient: str
 ) -> None:
     """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
     error: Exception | None = None
     try:
+        _check_gradient(gradient)
         check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
     except (ValueError, IndexError) as problem:
         error = problem
@@ -188,39 +237,77 @@ def _compare_shards(
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
         "layout": layout,
-        "cu_seqlens": None if bounds is None else digest(bounds),
+        "cu_seqlens": None if bounds is None else bounds.digest,
+        "gradient": gradient,
     }
     agree(group, content, error, x.device)
 
 
-def read_bounds(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+def document_table(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | None = None, bidirectional: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return documents that continue one another, as one tensor, the `cu_seqlens` of every function that takes them.
+
+    Args:
+        cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence.
+        parents: (num_documents,), index of the document that each one continues, or -1; depth first.
+        bidirectional: (num_documents,), bool: queries of the document see all of it, also what follows them.
+    Returns:
+        table: (3, num_documents + 1), int32.
+    """
+    table = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, -1), torch.zeros_like(cu_seqlens)])
+    for row, name, values in ((1, "parents", parents), (2, "bidirectional", bidirectional)):
+        if values is None:
+            continue
+        if values.shape != cu_seqlens[1:].shape:
+            raise ValueError(
+                f"{name} must have one entry for each document of cu_seqlens {tuple(cu_seqlens[1:].shape)}, got "
+                f"{tuple(values.shape)}; give -1 to a document that continues none, and False to one that is causal."
+            )
+        table[row, :-1] = values
+    return table
+
+
+def read_documents(cu_seqlens: torch.Tensor) -> Documents:
     """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
     if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
-        return tuple(cu_seqlens.tolist())
+        return _documents(cu_seqlens)
     known = _read.get(id(cu_seqlens))
     if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
         _read.clear()
-        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, tuple(cu_seqlens.tolist()))
+        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _documents(cu_seqlens))
     return known[2]
 
 
-_read: dict[int, tuple[ref[torch.Tensor], int, tuple[int, ...]]] = {}  # id: the tensor, its version, its values
+def _documents(cu_seqlens: torch.Tensor) -> Documents:
+    if cu_seqlens.dim() == 1:
+        return Documents(tuple(cu_seqlens.tolist()))
+    if cu_seqlens.dim() != 2 or cu_seqlens.shape[0] != 3:
+        raise ValueError(
+            "cu_seqlens must be 1-D int32, or a table (3, num_documents + 1) of ringflash.document_table, got shape "
+            f"{tuple(cu_seqlens.shape)}; pass torch.tensor([0, ...], dtype=torch.int32)."
+        )
+    return Documents.from_rows(cu_seqlens.tolist())
 
 
-def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Read document bounds if the layout depends on them."""
-    return None if cu_seqlens is None or layout != "balanced" else read_bounds(cu_seqlens)
+_read: dict[int, tuple[ref[torch.Tensor], int, Documents]] = {}  # id: the tensor, its version, its values
+
+
+def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> Documents | None:
+    """Read documents if the layout depends on them."""
+    return None if cu_seqlens is None or layout not in DOCUMENT_LAYOUTS else read_documents(cu_seqlens)
 
 
 class _Unshard(torch.autograd.Function):
-    """All-gather in the forward, all-reduce of the gradients in the backward."""
+    """All-gather in the forward; in the backward, all-reduce of the gradients if the objective is a sum."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: tuple[int, ...] | None
-    ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.layout = group, dim, layout
-        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds)
+        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None,
+        gradient: str,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.group, ctx.dim, ctx.layout, ctx.gradient = group, dim, layout, gradient
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows)
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
@@ -231,6 +318,7 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return shard_sequence(total, ctx.group, ctx.dim, ctx.layout, ctx.cu_seqlens), None, None, None, None
+        if ctx.gradient == "sum":
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=ctx.group)
+        return shard_sequence(grad, ctx.group, ctx.dim, ctx.layout, ctx.cu_seqlens), *[None] * 5

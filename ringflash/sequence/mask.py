@@ -1,12 +1,100 @@
-"""Mask in global coordinates: the query at position p sees the keys first(p) <= position <= last(p)."""
+"""Mask in global coordinates: which keys of the whole sequence each query sees.
+
+Documents form trees. A document may *continue* an earlier one, its parent: its queries then also see the parent's
+keys, and all that those see. Without parents, documents see nothing of each other. The *path* of a document is the
+sequence that a reader of it has read: its ancestors, then the document itself.
+
+    prompt [0, 4), two answers [4, 7) and [7, 9) that continue it: cu_seqlens (0, 4, 7, 9), parents (-1, 0, 0)
+    positions in the path: 0 1 2 3, 4 5 6, 4 5
+
+A sequence holds its trees depth first: all that continues a document, directly or not, follows it before anything else.
+So a key has an end, where its document's tree ends, and a query sees the keys of one interval whose end is after it
+(`ringflash_kernels.mask`). Windows count positions in the path.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from ringflash_kernels.mask import Region, band_of
+
+
+class Documents(NamedTuple):
+    """Documents of a sequence: bounds, and parents and directions if there are any; see `SequenceMask`.
+
+    As a tensor (`document_table`) they are (3, num_documents + 1), int32: bounds; parents, then -1; and 1 for documents
+    whose queries see all of the document, then 0.
+    """
+
+    bounds: tuple[int, ...]
+    parents: tuple[int, ...] | None = None
+    bidirectional: tuple[bool, ...] | None = None
+
+    @classmethod
+    def of(cls, values: tuple[int, ...] | Documents | None) -> Documents | None:
+        """Return the documents of some bounds."""
+        return values if values is None or isinstance(values, Documents) else cls(values)
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]]) -> Documents:
+        """Return the documents of the rows of a table, or of bounds only."""
+        if len(rows) == 1:
+            return cls(tuple(rows[0]))
+        bounds, (*parents, _), (*both, _) = rows
+        has_parents, has_both = any(parent != -1 for parent in parents), any(both)
+        return cls(tuple(bounds), tuple(parents) if has_parents else None, tuple(map(bool, both)) if has_both else None)
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of the table."""
+        count = len(self.bounds) - 1
+        return self.bounds, (*(self.parents or (-1,) * count), -1), (*map(int, self.bidirectional or (0,) * count), 0)
+
+    @property
+    def are_plain(self) -> bool:
+        """True if none continues another and none is bidirectional."""
+        return self.parents is self.bidirectional is None
+
+    def plain_bounds(self, user: str) -> tuple[int, ...]:
+        """Return the bounds of documents that are plain.
+
+        Args:
+            user: what can have only such documents.
+        Raises:
+            NotImplementedError: they are not plain.
+        """
+        if not self.are_plain:
+            raise NotImplementedError(
+                f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents or bidirectional "
+                "documents; give each sequence its own document."
+            )
+        return self.bounds
+
+    @property
+    def have_branches(self) -> bool:
+        """True if one continues a document that is not directly before it."""
+        return any(parent not in (-1, index - 1) for index, parent in enumerate(self.parents or ()))
+
+    @property
+    def digest(self) -> str:
+        """The bounds if they are few and there is nothing else; otherwise their number and a checksum of everything."""
+        if self.are_plain and len(self.bounds) <= 8:
+            return str(self.bounds)
+        content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
+        return f"{len(self.bounds)} bounds{'' if self.are_plain else ' with parents'}, checksum {content:08x}"
+
+
+class Run(NamedTuple):
+    """Keys [start, stop) of a path that are neighbours in the sequence; their path position is `key - shift`."""
+
+    start: int
+    stop: int
+    shift: int
 
 
 @dataclass(frozen=True)
@@ -15,19 +103,41 @@ class SequenceMask:
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        window_size: (left, right), inclusive, -1 unlimited; `causal` means a right window of 0.
-        cu_seqlens: document bounds (0, ..., seqlen); a query sees only keys of its document.
+        window_size: (left, right), inclusive, -1 unlimited; `causal` means a right window of 0. Counted along the path.
+        cu_seqlens: document bounds (0, ..., seqlen); a query sees only keys of its document's path.
+        parents: for each document, the index of the one that it continues, or -1.
+        bidirectional: for each document, whether its queries see all of it although `causal`.
     """
 
     seqlen: int
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
     cu_seqlens: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | None = None
+    bidirectional: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
         check_window_size(self.window_size)
         if self.cu_seqlens is not None:
             check_cu_seqlens(self.cu_seqlens, self.seqlen)
+        check_parents(self.cu_seqlens, self.parents, self.bidirectional)
+        if self.parents is self.bidirectional is None:
+            return
+        if not self.causal:
+            raise ValueError(
+                "causal must be True with parents or bidirectional documents, got False; mark documents that are to "
+                "see all of themselves as bidirectional."
+            )
+        if self.bidirectional is not None and self.window_size[1] > 0:
+            raise ValueError(
+                f"window_size must be (left, 0) or (left, -1) with bidirectional documents, got {self.window_size}; "
+                "only its left side limits what they see."
+            )
+
+    @property
+    def documents(self) -> Documents | None:
+        """The documents, or None if none were given."""
+        return None if self.cu_seqlens is None else Documents(self.cu_seqlens, self.parents, self.bidirectional)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -37,20 +147,75 @@ class SequenceMask:
     @property
     def band(self) -> tuple[int | None, int | None]:
         """(lower, upper) in lower <= key position - query position <= upper; None is unlimited."""
-        return band_of(self.causal, self.window_size)
+        lower, upper = band_of(self.causal, self.window_size)
+        return (None if lower is not None and -lower >= self.seqlen - 1 else lower), upper
 
     @property
     def num_visible(self) -> int:
         """Number of visible query-key pairs of the whole sequence."""
-        documents = pairwise(self.bounds)
-        return sum(Region(start, stop, start, stop, *self.band).num_visible for start, stop in documents)
+        return sum(
+            region.num_visible for i in range(len(self.bounds) - 1) for region in self.regions_of(i, 0, self.seqlen)
+        )
+
+    @cached_property
+    def runs(self) -> tuple[tuple[Run, ...], ...]:
+        """The path of each document: its keys, as few runs as possible; the last one ends with the document."""
+        return _runs_of(self.bounds, self.parents)
+
+    @cached_property
+    def tree_ends(self) -> tuple[int, ...]:
+        """For each document, the position at which the tree that begins with it ends."""
+        ends = list(self.bounds[1:])
+        for index, parent in reversed(list(enumerate(self.parents or ()))):
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[index])
+        return tuple(ends)
+
+    @property
+    def has_columns(self) -> bool:
+        """True if the queries that see the keys of a document are one interval, which `column_of` returns."""
+        return self.parents is not None and self.band[0] is None
+
+    def column_of(self, document: int) -> Region:
+        """Return the region of the keys of a document: the queries of its tree see it."""
+        start, stop = self.bounds[document], self.bounds[document + 1]
+        both = self.bidirectional is not None and self.bidirectional[document]
+        return Region(start, self.tree_ends[document], start, stop, None, None if both else 0)
 
     def document_of(self, position: int) -> int:
         """Return the index of the document that holds `position`."""
         return bisect_right(self.bounds, position) - 1
 
-    def visible_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the keys [first, stop) that at least one of the queries [start, stop) sees.
+    def regions_of(self, document: int, start: int, stop: int) -> Iterator[Region]:
+        """Yield the regions of the queries of a document that are in [start, stop), in global positions."""
+        first, last = max(start, self.bounds[document]), min(stop, self.bounds[document + 1])
+        lower, upper = self.band
+        own = self.runs[document][-1]
+        if self.bidirectional is not None and self.bidirectional[document]:
+            upper = None
+        for run in self.runs[document]:
+            shift = run.shift - own.shift  # turns a distance in the path into one of positions in the sequence
+            above = upper if run is own else None  # ancestors come earlier in the path
+            region = Region(first, last, run.start, run.stop, None if lower is None else lower + shift, above)
+            trimmed = region.trimmed()
+            if trimmed is not None:
+                yield trimmed
+
+    def visible_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the keys that at least one of the queries [start, stop) sees: disjoint intervals, ascending."""
+        if self.parents is None:
+            return [self._visible_range(start, stop)]
+        documents = range(self.document_of(start), self.document_of(stop - 1) + 1)
+        found = sorted((r.k_start, r.k_stop) for i in documents for r in self.regions_of(i, start, stop))
+        ranges: list[tuple[int, int]] = []
+        for first, last in found:
+            if ranges and first <= ranges[-1][1]:
+                first, last = ranges[-1][0], max(ranges.pop()[1], last)
+            ranges.append((first, last))
+        return ranges
+
+    def _visible_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the keys that the queries [start, stop) see if no document continues another.
 
         They form one interval, since every query sees itself, and the intervals of adjacent queries overlap or touch.
         """
@@ -59,9 +224,52 @@ class SequenceMask:
         last = self.bounds[self.document_of(stop - 1) + 1]
         if lower is not None:
             first = max(first, start + lower)
-        if upper is not None:
+        if upper is not None and self.bidirectional is None:
             last = min(last, stop + upper)
         return first, last
+
+
+@lru_cache(maxsize=8)
+def _runs_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> tuple[tuple[Run, ...], ...]:
+    """Return the path of each document; see `SequenceMask.runs`."""
+    paths: list[tuple[Run, ...]] = []
+    for index, (start, stop) in enumerate(pairwise(bounds)):
+        path = paths[parents[index]] if parents is not None and parents[index] >= 0 else ()
+        if path and path[-1].stop == start:
+            path = (*path[:-1], path[-1]._replace(stop=stop))
+        else:
+            length = path[-1].stop - path[-1].shift if path else 0
+            path = (*path, Run(start, stop, start - length))
+        paths.append(path)
+    return tuple(paths)
+
+
+def path_shifts(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> list[int]:
+    """Return for each document what to subtract from a position in the sequence to get the one in the path."""
+    return [path[-1].shift for path in _runs_of(bounds, parents)]
+
+
+def check_parents(
+    cu_seqlens: tuple[int, ...] | None, parents: tuple[int, ...] | None, bidirectional: tuple[bool, ...] | None
+) -> None:
+    """Raise ValueError unless parents describe trees, depth first, and each document has an entry."""
+    for name, values in (("parents", parents), ("bidirectional", bidirectional)):
+        if values is not None and (cu_seqlens is None or len(values) != len(cu_seqlens) - 1):
+            count = None if cu_seqlens is None else len(cu_seqlens) - 1
+            raise ValueError(
+                f"{name} must have one entry for each document of cu_seqlens ({count}), got {len(values)}; "
+                "give both of the same documents."
+            )
+    path: list[int] = []  # the documents that the next one may continue: the previous one and its ancestors
+    for index, parent in enumerate(parents or ()):
+        while path and path[-1] != parent:
+            path.pop()
+        if not path and parent != -1:
+            raise ValueError(
+                f"parents must order documents depth first, got {parent} for document {index}, which is neither the "
+                "previous document nor one that it continues; sort the documents (ringflash.share_prefixes)."
+            )
+        path.append(index)
 
 
 def check_window_size(window_size: tuple[int, ...]) -> None:
@@ -91,11 +299,6 @@ def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
 def cut_into_chunks(bounds: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Cut every document into chunks of `size` tokens: bounds (0, 7, 20) with size 8 become (0, 7, 15, 20)."""
     return (*(cut for start, stop in pairwise(bounds) for cut in range(start, stop, size)), bounds[-1])
-
-
-def digest(values: tuple[int, ...]) -> str:
-    """Return the bounds themselves if there are few, otherwise their number and a checksum."""
-    return str(values) if len(values) <= 8 else f"{len(values)} bounds, checksum {hash(values) & 0xFFFFFFFF:08x}"
 
 
 def _short(values: tuple[int, ...]) -> str:

@@ -18,22 +18,59 @@ def visible(
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """Return the mask of visible pairs from global positions: (queries, keys), bool."""
+    """Return the mask of visible pairs from global positions: (queries, keys), bool.
+
+    Args:
+        cu_seqlens: bounds of documents, or the three rows of `ringflash.document_table`.
+    """
+    bounds, parents, bidirectional = _rows(cu_seqlens)
+    shift = own = on_path = None
+    if bounds:
+        stops = torch.tensor(bounds[1:], device=query.device)
+        documents = [torch.bucketize(x, stops, right=True) for x in (query, key)]
+        own = documents[0][:, None] == documents[1][None]
+        ancestors, begins = _paths(bounds, parents)
+        on_path = own | ancestors.to(query.device)[documents[0]][:, documents[1]]
+        shift = (begins - torch.tensor(bounds[:-1])).to(query.device)
+        query, key = (x + shift[document] for x, document in zip((query, key), documents, strict=True))
     distance = key[None, :] - query[:, None]
     left, right = window_size
     seen = torch.ones_like(distance, dtype=torch.bool)
     if causal:
         seen &= distance <= 0
+        if own is not None:
+            seen |= own & torch.tensor(bidirectional, dtype=torch.bool, device=query.device)[documents[0]][:, None]
     if left >= 0:
         seen &= distance >= -left
-    if right >= 0:
+    if right >= 0 and not causal:
         seen &= distance <= right
-    if cu_seqlens is not None:
-        starts = torch.tensor(cu_seqlens[1:], device=query.device)
-        seen &= torch.bucketize(query, starts, right=True)[:, None] == torch.bucketize(key, starts, right=True)[None]
-    return seen
+    return seen if on_path is None else seen & on_path
+
+
+def _rows(
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> tuple[list[int], list[int], list[bool]]:
+    """Return bounds, parents and directions of documents."""
+    if cu_seqlens is None:
+        return [], [], []
+    if isinstance(cu_seqlens[0], Sequence):
+        bounds, parents, both = (list(row) for row in cu_seqlens)  # type: ignore[arg-type]
+        return bounds, parents[:-1], [bool(x) for x in both[:-1]]
+    count = len(cu_seqlens) - 1
+    return list(cu_seqlens), [-1] * count, [False] * count  # type: ignore[arg-type]
+
+
+def _paths(bounds: list[int], parents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which documents each document continues, directly or not, and the tokens of these before it."""
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    lengths = torch.tensor(bounds).diff()
+    for document, parent in enumerate(parents):
+        if parent >= 0:
+            ancestors[document] = ancestors[parent]
+            ancestors[document, parent] = True
+    return ancestors, (ancestors * lengths).sum(1)
 
 
 def attention(
@@ -45,7 +82,7 @@ def attention(
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     softmax_scale: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """Compute out, lse, dq, dk and dv in the dtype of q (lse: at least fp32), by eager torch and autograd.

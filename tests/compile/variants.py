@@ -9,6 +9,7 @@ second hop there and at 256.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import ModuleType
 from unittest import mock
 
@@ -23,15 +24,20 @@ from ringflash_kernels.hopper.fp8 import quantise
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 from tests.compile.compiler import Launch, Recorder, recorded_launches
+from tests.two_sided.forests import Forest
+from tests.two_sided.kernel_masks import mask_of
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 NARROW = (192, 128)  # of q and k, and of v
 HEAD_DIMS_OF_FP8 = (64, 128, 256)
 _TOKENS = 256
+_FOREST = Forest((64, 96, 96), (-1, 0, 0), (False,) * 3)
 _MASKS = {
     "full": Mask.full(_TOKENS, _TOKENS),
     "band": Mask.band(_TOKENS, _TOKENS, causal=True),
     "bounds": Mask.documents([0, 100, _TOKENS]),
+    "ends": mask_of(_FOREST),
+    "ends window": mask_of(replace(_FOREST, left=50)),
 }
 
 
@@ -61,11 +67,11 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
 
 
 def _masks(head_dim: int) -> list[str]:
-    return [mask for mask in _MASKS if mask != "full" or head_dim == 128]
+    return [*_MASKS] if head_dim == 128 else ["band", "bounds", "ends"]
 
 
 def _narrow(recorder: Recorder) -> None:
-    for mask in ("band", "bounds"):
+    for mask in ("band", "bounds", "ends"):
         _forward(recorder, NARROW, mask)
         _backward(recorder, NARROW, mask)
     _forward(recorder, NARROW, "band", resume=True)
@@ -130,14 +136,14 @@ def _forward(
 
 
 def _backwards(recorder: Recorder, head_dim: int) -> None:
-    for mask in ("band", "bounds"):
+    for mask in ("band", "bounds", "ends", "ends window"):
         _backward(recorder, head_dim, mask)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     if head_dim == 256:
         _backward(recorder, head_dim, "band", hops=2)
-    for mask in ("band", "bounds") if head_dim == 128 else ("band",):
+    for mask in ("band", "bounds", "ends") if head_dim == 128 else ("band",):
         _backward(recorder, head_dim, mask, deterministic=True)
 
 
@@ -178,7 +184,7 @@ def _backward(
 def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     q, k = _operands(head_dim, torch.bfloat16)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
-    for mask in ("band", "bounds"):
+    for mask in ("band", "bounds", "ends", "ends window"):
         recorder.variant = f"hd{head_dim} {products} {mask}"
         row_max = lse if products == "fp8" else None
         run = fp8_backward.Fp8Backward(

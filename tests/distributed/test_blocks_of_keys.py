@@ -63,6 +63,9 @@ def check(ctx: Context, memory: Memory, first: int) -> None:
             ring_check.check(ctx, Case(layout="striped", documents="crossing"), 64)
             ring_check.check(ctx, Case(layout="balanced", documents="mixed"), 6)
             ring_check.check(ctx, Case(layout="balanced", documents="crossing"), 40)
+            ring_check.check(ctx, Case(layout="documents", documents="divisible"), 6)
+            ring_check.check(ctx, Case(layout="balanced", documents="deep"), 12)
+            ring_check.check(ctx, Case(documents="diffusion", window="left"), 9)
 
 
 @pytest.mark.parametrize(("memory", "size"), [(messages_by_heads, 4), (messages_by_heads, 3), (copy_engine, 4)])

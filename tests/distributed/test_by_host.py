@@ -41,6 +41,7 @@ CASES = [
     Case(documents="crossing", lse_gradient=False, strides="fused_qkv"),
     Case(num_heads=12, num_kv_heads=3, window="self"),
     Case(window="wide", documents="aligned", strides="expanded_dout"),
+    Case(documents="deep"),
     replace(narrow_cases()[0], num_heads=4),
 ]
 STRIPED = Case(layout="striped", documents="mixed", window="left")

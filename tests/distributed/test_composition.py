@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ringflash
 from ringflash.memory import tile_mlps
-from tests.helpers import ring_check
+from tests.helpers import dense, ring_check
 from tests.helpers.cases import Case
 from tests.helpers.peer_memory import messages_by_heads
 from tests.helpers.pool import Context, on_ranks
@@ -47,6 +47,42 @@ def test_layers_may_interleave(ctx: Context) -> None:
         out, lse, dout, dlse = results[i]
         dq, dk, dv = torch.autograd.grad((out, lse), inputs[i], (dout, dlse))
         assert_close({"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}, wants[i])
+
+
+@on_ranks(2, 3)
+def test_rows_with_documents_of_their_own(ctx: Context) -> None:
+    """Rows of a batch are attended one after another, each within its documents; with sinks, as an extra key would."""
+    case = Case(batch=2, window="left")
+    whole, lists = ring_check.problem(case, 12 * ctx.size, torch.float64, ctx.device), ([0, 5], [0, 1, 9])
+    bounds = [torch.tensor([*x, 12 * ctx.size], dtype=torch.int32) for x in lists]
+    q, k, v = (ring_check.shard(ctx, case, x).requires_grad_() for x in whole[:3])
+    window, sinks = case.window_size(6), torch.linspace(-1, 1, q.shape[2], dtype=q.dtype)
+    out, lse = ringflash.ring_attention(
+        q, k, v, group=ctx.group, cu_seqlens=bounds, window_size=window, return_lse=True
+    )
+    cotangents = (ring_check.shard(ctx, case, whole.dout), ring_check.shard(ctx, case, whole.dlse, "lse"))
+    grads = torch.autograd.grad((out, lse), (q, k, v), cotangents)
+    rows = [
+        dense.attention(
+            *(x[i : i + 1] for x in whole), causal=True, cu_seqlens=tuple(bounds[i].tolist()), window_size=window
+        )
+        for i in range(2)
+    ]
+    want = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    shards = {name: ring_check.shard(ctx, case, x, name) for name, x in want.items()}
+    got = {"out": out.detach(), "lse": lse.detach()} | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    assert_close(got, shards)
+    alone = ringflash.ring_attention(q, k, v, group=ctx.group, cu_seqlens=bounds, window_size=window)
+    assert torch.equal(alone, out)
+    share = lse.exp() / (lse.exp() + sinks.exp()[:, None])
+    assert_close(
+        {"out": ringflash.apply_sinks(out, lse, sinks).detach()}, {"out": (out * share.mT[..., None]).detach()}
+    )
+    for wrong in (bounds[:1], [0, 5], []):
+        with pytest.raises(ValueError, match="cu_seqlens must be a tensor, or a list with a tensor for each row"):
+            ringflash.ring_attention(q, k, v, group=ctx.group, cu_seqlens=wrong if ctx.rank else bounds[:1])
+    with pytest.raises(ValueError, match=r"sinks \(num_heads,\) \(4,\) for out .*; transpose them"):
+        ringflash.apply_sinks(out, lse.mT, sinks)
 
 
 @on_ranks(2)
@@ -103,7 +139,7 @@ def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(ctx: Context) -> None:
             ringflash.ring_attention(x, x, x, group=mesh)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "documents"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @on_ranks(2, 3)
 def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
@@ -114,17 +150,20 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
     shape = [3, 5]
     shape.insert(dim, 4 * ctx.size)
     whole = torch.arange(60.0 * ctx.size, dtype=torch.float64).reshape(shape)
-    shard = ringflash.shard_sequence(whole, ctx.group, dim, layout).requires_grad_()
-    again = ringflash.unshard_sequence(shard, ctx.group, dim, layout)
+    bounds = torch.tensor([0, 2 * ctx.size, 4 * ctx.size])
+    shard = ringflash.shard_sequence(whole, ctx.group, dim, layout, bounds).requires_grad_()
+    again = ringflash.unshard_sequence(shard, ctx.group, dim, layout, bounds)
     assert torch.equal(again, whole)
     gradient = whole * (ctx.rank + 1)
     again.backward(gradient)
     assert torch.equal(gradient, whole * (ctx.rank + 1))
     total = sum(range(1, ctx.size + 1))
     assert torch.equal(shard.grad, total * shard.detach())
+    own = ringflash.unshard_sequence(shard, ctx.group, dim, layout, gradient="own")
+    assert torch.equal(torch.autograd.grad(own, shard, gradient)[0], (ctx.rank + 1) * shard)
 
 
-@pytest.mark.parametrize("differing", ["unshard_sequence", "dtype", "dim", "layout", "cu_seqlens"])
+@pytest.mark.parametrize("differing", ["unshard_sequence", "dtype", "dim", "layout", "cu_seqlens", "gradient"])
 @on_ranks(2)
 def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differing: str) -> None:
     """An all-gather of them would have ended a process, or returned the bytes of one dtype as another's."""
@@ -136,7 +175,10 @@ def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differin
     layout = "contiguous" if differing == "unshard_sequence" or first and differing == "layout" else "balanced"
     middle = 3 if first and differing == "cu_seqlens" else 4
     with pytest.raises(ValueError, match=f"all ranks of the group must make the same call, got {differing} "):
-        ringflash.unshard_sequence(x, ctx.group, dim, layout, torch.tensor([0, middle, 8]))
+        gradient = "own" if first and differing == "gradient" else "sum"
+        ringflash.unshard_sequence(x, ctx.group, dim, layout, torch.tensor([0, middle, 8]), gradient=gradient)
+    with pytest.raises(ValueError, match="gradient must be 'sum' or 'own', got 'mean'"):
+        ringflash.unshard_sequence(torch.ones(4, 4), ctx.group, gradient="mean" if first else "sum")
 
 
 @on_ranks(3)

@@ -61,6 +61,9 @@ def test_equals_dense(ctx: Context) -> None:
         for number, documents in enumerate(("crossing", "mixed", "aligned")):
             with taking_turns(number % 2 == 0):
                 ring_check.check(ctx, Case(layout="balanced", documents=documents), 40)
+        for window in ("none", "left"):
+            with taking_turns(window == "none"):
+                ring_check.check(ctx, Case(layout="documents", documents="divisible", window=window), 8)
         assert ringflash.buffer_bytes() > 0
 
 

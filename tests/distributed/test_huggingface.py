@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
+DIVISIBLE = (0, 8, 32)  # by 2 * 4 ranks
 OF_KIND: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 9},
     "deepseek_v3": {  # latent attention at its own dims; no experts, whose router is fp32
@@ -69,7 +70,7 @@ def tokens() -> torch.Tensor:
 
 
 GRID = list(product(("llama", "qwen3", "mistral", "deepseek_v3"), (None, BOUNDS), ("zigzag", "contiguous")))
-GRID += [("qwen3", BOUNDS, "balanced"), ("gpt_oss", BOUNDS, "balanced")]
+GRID += [("qwen3", BOUNDS, "balanced"), ("gpt_oss", BOUNDS, "balanced"), ("qwen3", DIVISIBLE, "documents")]
 GRID += [  # their attention is that of the others
     (kind, *case)
     for kind in ("gpt_oss", "llama4_text", "phi3", "ministral3")
@@ -112,7 +113,7 @@ def test_padding_changes_nothing(ctx: Context, bounds: tuple[int, ...] | None) -
     ring, whole = build("gpt_oss", ctx.group), build("gpt_oss", None)
     ids = tokens()[:, :-4]
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
-    padded, _, padded_bounds = ringflash.pad_sequence(ids, None, cu_seqlens, cp_size=ctx.size, multiple_of=4)
+    padded, _, padded_bounds, _ = ringflash.pad_sequence(ids, None, cu_seqlens, cp_size=ctx.size, multiple_of=4)
     mask = (torch.arange(padded.shape[1]) < ids.shape[1])[None]
     batch = huggingface.prepare_batch(padded, group=ctx.group, cu_seqlens=padded_bounds, attention_mask=mask)
     assert padded.shape[1] == LENGTH

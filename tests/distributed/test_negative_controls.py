@@ -79,7 +79,14 @@ def _forget_schedules() -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
-    "case", [Case(), Case(layout="contiguous"), Case(layout="balanced", documents="crossing")], ids=str
+    "case",
+    [
+        Case(),
+        Case(layout="contiguous"),
+        Case(layout="balanced", documents="crossing"),
+        Case(layout="documents", documents="divisible"),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("plant", PLANTS)
 def test_mistake_is_noticed(pool: Pool, plant: str, case: Case, size: int) -> None:

@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64. The recurrences here are loops over tokens.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -164,13 +165,16 @@ def test_steps_of_a_scan_are_computed_in_fp32() -> None:
     torch.testing.assert_close(seen[0], want, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("layout, length", [("zigzag", 24), ("striped", 256), ("contiguous", 12)])
+@pytest.mark.parametrize(
+    "layout, length", [("zigzag", 24), ("striped", 256), ("contiguous", 12), ("balanced", 24), ("documents", 24)]
+)
 @on_ranks(4)
 def test_order_and_back(ctx: Context, layout: str, length: int) -> None:
-    whole = drawn(2, length, 3, seed=1)
-    x = shard_sequence(whole, ctx.group, 1, layout).clone().requires_grad_()
-    ordered = recurrent.to_sequence_order(x, ctx.group, layout)
+    whole, bounds = drawn(2, length, 3, seed=1), (0, 8, length)
+    cut = partial(shard_sequence, group=ctx.group, layout=layout, cu_seqlens=torch.tensor(bounds))
+    x = cut(whole).clone().requires_grad_()
+    ordered = recurrent.to_sequence_order(x, ctx.group, layout, bounds)
     assert torch.equal(ordered, shard_sequence(whole, ctx.group, 1, "contiguous"))
-    assert torch.equal(recurrent.from_sequence_order(ordered, ctx.group, layout), x)
+    assert torch.equal(recurrent.from_sequence_order(ordered, ctx.group, layout, bounds), x)
     ordered.backward(shard_sequence(whole + 1, ctx.group, 1, "contiguous"))
-    assert torch.equal(x.grad, shard_sequence(whole + 1, ctx.group, 1, layout))  # type: ignore[arg-type]
+    assert torch.equal(x.grad, cut(whole + 1))  # type: ignore[arg-type]

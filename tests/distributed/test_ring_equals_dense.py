@@ -9,7 +9,16 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import ring_check
-from tests.helpers.cases import Case, mask_cases, narrow_cases, paired_mask_cases, shape_cases, single_cases
+from tests.helpers.cases import (
+    Case,
+    mask_cases,
+    narrow_cases,
+    paired_mask_cases,
+    paired_tree_cases,
+    shape_cases,
+    single_cases,
+    tree_cases,
+)
 from tests.helpers.pool import Pool
 
 
@@ -22,6 +31,30 @@ def test_masks(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize("case", paired_mask_cases(), ids=str)
 def test_masks_on_fewer_ranks(pool: Pool, case: Case, size: int) -> None:
     pool.run(ring_check.check, case, size=size)
+
+
+@pytest.mark.parametrize("case", paired_tree_cases(), ids=str)
+def test_trees(pool: Pool, case: Case) -> None:
+    """Documents that continue others, and bidirectional ones."""
+    for size in (4, 2, 3):
+        pool.run(ring_check.check, case, 10, size=size)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", tree_cases(), ids=str)
+def test_all_trees(pool: Pool, case: Case) -> None:
+    for size in (4, 2, 3):
+        pool.run(ring_check.check, case, 13, size=size)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(40))
+def test_random_trees(pool: Pool, seed: int) -> None:
+    heads, groups = ((4, 2), (2, 2), (6, 1))[seed % 3]
+    window, layout = ("none", "left", "wide")[seed // 2 % 3], ("zigzag", "balanced", "contiguous")[seed // 3 % 3]
+    case = Case(documents=f"forest{seed}", num_heads=heads, num_kv_heads=groups, layout=layout, window=window)
+    for size in (2, 4):
+        pool.run(ring_check.check, case, 12, size=size)
 
 
 @pytest.mark.parametrize("case", shape_cases(), ids=str)
@@ -53,7 +86,8 @@ def test_short_chunks(pool: Pool, chunk: int, layout: str) -> None:
 def test_striped(pool: Pool, size: int) -> None:
     """64 chunks a rank, of one token and of some."""
     for documents, window, causal, chunk in (
-        ("mixed", "none", True, 96), ("crossing", "both", True, 32), ("none", "left", False, 32)
+        ("mixed", "none", True, 96), ("crossing", "both", True, 32), ("none", "left", False, 32),
+        ("deep", "none", True, 64),
     ):  # fmt: skip
         case = Case(layout="striped", documents=documents, window=window, causal=causal)
         pool.run(ring_check.check, case, chunk, size=size)
@@ -67,6 +101,17 @@ def test_balanced(pool: Pool, size: int) -> None:
         ("aligned", "none", False, 6), ("tokens", "self", True, 5), ("whole", "none", True, 16),
     ):  # fmt: skip
         case = Case(layout="balanced", documents=documents, window=window, causal=causal)
+        pool.run(ring_check.check, case, chunk, size=size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_documents(pool: Pool, size: int) -> None:
+    """A zigzag of each document, down to chunks of one token."""
+    for documents, window, causal, chunk in (
+        ("divisible", "none", True, 6), ("divisible", "left", True, 4), ("divisible", "both", False, 9),
+        ("whole", "wide", True, 5),
+    ):  # fmt: skip
+        case = Case(layout="documents", documents=documents, window=window, causal=causal)
         pool.run(ring_check.check, case, chunk, size=size)
 
 

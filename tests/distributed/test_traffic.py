@@ -34,6 +34,9 @@ CASES = [
     Case(documents="mixed", window="left"),
     Case(documents="crossing", layout="balanced"),
     Case(documents="aligned", layout="balanced"),
+    Case(documents="divisible", window="left", layout="documents"),
+    Case(documents="rollouts", layout="contiguous"),
+    Case(documents="diffusion"),
 ]
 
 

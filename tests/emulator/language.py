@@ -239,6 +239,9 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return _in_first_registers(args[0], np.fmax.reduce)
     if "max.s32" in asm and "vote.sync.any" in asm:  # largest_of_rows
         return _in_first_registers(args[0], _largest)
+    if "setp.lt.and.s32" in asm:  # seen_only
+        scores, row, end, key, stop = args
+        return where((row < end) & (key < stop), scores, float("-inf"))
     if asm == "mov.b32 $0, $1;":  # opaque
         return args[0]
     if asm == "mul.rn.f32 $0, $1, $2;":

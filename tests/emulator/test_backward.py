@@ -399,7 +399,7 @@ FAULTS_APART = {
 
 # The same for additions to dQ in a fixed order: bits differ, or the emulator raises.
 FAULTS_IN_ORDER = {
-    "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, head, block)", "pass"),
+    "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, number, block)", "pass"),
     "launches share numbers": ("backward.host", "self._next_number += num_tiles", "pass"),
     "dK is staged over what leaves": (
         "backward.keys",

@@ -6,7 +6,10 @@ shape; shapes meet one another on one mask; the rest are single variations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from tests.two_sided.forests import TREES, of_lengths, random_forest
 
 WINDOWS = ("none", "left", "both", "self", "wide")
 DOCUMENTS = ("none", "whole", "tokens", "crossing", "aligned", "mixed")
@@ -47,14 +50,22 @@ class Case:
             "wide": (3 * chunk, 0),
         }[self.window]
 
-    def cu_seqlens(self, seqlen: int, chunk: int) -> tuple[int, ...] | None:
-        """Bounds of the packed documents of a sequence of two chunks or more for each rank."""
+    def cu_seqlens(self, seqlen: int, chunk: int) -> Sequence[int] | Sequence[Sequence[int]] | None:
+        """Bounds of the packed documents of a sequence of two chunks or more for each rank, or rows of a table.
+
+        `documents` is one of DOCUMENTS, of TREES, or "forest" and the seed of a random one.
+        """
+        if self.documents in TREES:
+            return of_lengths(TREES[self.documents], seqlen).rows
+        if self.documents.startswith("forest"):
+            return random_forest(int(self.documents[6:]), seqlen, window=False).rows
         bounds = {
             "none": None,
             "whole": {0, seqlen},
             "tokens": set(range(0, min(seqlen, 2 * chunk) + 1)) | {seqlen},  # one token each, over two chunks
             "crossing": {0, seqlen // 3 + 1, seqlen - 1, seqlen},
             "aligned": set(range(0, seqlen + 1, chunk)),
+            "divisible": {0, seqlen // chunk, 3 * (seqlen // chunk), seqlen},  # for the layout "documents"
             "mixed": {0, 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1, seqlen - chunk - 1, seqlen},
         }[self.documents]
         return None if bounds is None else tuple(sorted(bounds))
@@ -83,6 +94,21 @@ def paired_mask_cases() -> list[Case]:
         for i, window in enumerate(WINDOWS)
         for j, documents in enumerate(DOCUMENTS)
     ]
+
+
+def tree_cases() -> list[Case]:
+    """Every tree, under every window that trees allow, in the layouts."""
+    return [
+        Case(documents=documents, window=window, layout=layout)
+        for documents in TREES
+        for window in ("none", "left", "self", "wide")
+        for layout in ("zigzag", "contiguous", "balanced")
+    ]
+
+
+def paired_tree_cases() -> list[Case]:
+    """Every pair of tree, window and layout, in a third of all."""
+    return [case for i, case in enumerate(tree_cases()) if (i + i // 3 + i // 12) % 3 == 0]
 
 
 def shape_cases() -> list[Case]:

@@ -93,6 +93,17 @@ def _cu_seqlens(
     return lambda ctx, arguments: arguments.update(cu_seqlens=torch.tensor(make(ctx.size * LENGTH), dtype=dtype))
 
 
+def _trees(parents: list[int], bidirectional: list[int] | None = None) -> Callable[[Context, dict[str, Any]], None]:
+    """A table of documents of two tokens, the last one up to the end."""
+
+    def change(ctx: Context, arguments: dict[str, Any]) -> None:
+        bounds = torch.tensor([*range(0, 2 * len(parents), 2), ctx.size * LENGTH], dtype=torch.int32)
+        both = None if bidirectional is None else torch.tensor(bidirectional)
+        arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both)
+
+    return change
+
+
 def _batch_of_documents(ctx: Context, arguments: dict[str, Any]) -> None:
     _tensors(lambda name, x: x.expand(2, -1, -1, -1))(ctx, arguments)
     _cu_seqlens(lambda n: [0, n])(ctx, arguments)
@@ -234,11 +245,44 @@ REFUSALS: dict[str, Refusal] = {
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'balanced'",
         lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
     ),
+    "document_that_is_not_divisible": Refusal(
+        "ValueError",
+        r"each document must have a length divisible by 2 \* cp_size .* got 3 tokens from 0; pad each \(pad_sequence",
+        lambda c, a: a.update(layout="documents") or _cu_seqlens(lambda n: [0, 3, n])(c, a),
+    ),
+    "documents_over_hosts": Refusal(
+        "NotImplementedError",
+        "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'documents'",
+        lambda c, a: a.update(layout="documents", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+    ),
     "ranks_differ_in_balanced_documents": Refusal(
         "ValueError",
         SAME + "cu_seqlens",
         lambda c, a: a.update(layout="balanced") or _cu_seqlens(lambda n: [0, 3 + (c.rank == 0), n])(c, a),
     ),
+    "parents_order": Refusal(
+        "ValueError", "parents must order documents depth first, got 1 for document 3", _trees([-1, 0, 0, 1])
+    ),
+    "parents_ahead": Refusal("ValueError", "parents must order documents depth first, got 2", _trees([-1, 2, -1])),
+    "parents_not_causal": Refusal(
+        "ValueError",
+        "causal must be True with parents",
+        lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a),
+    ),
+    "bidirectional_right_window": Refusal(
+        "ValueError",
+        r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
+        lambda c, a: a.update(window_size=(3, 2)) or _trees([-1, 0], [1, 0])(c, a),
+    ),
+    "ranks_differ_in_parents": Refusal(
+        "ValueError",
+        SAME + "cu_seqlens 4 bounds with parents, checksum",
+        lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a),
+    ),
+    "ranks_differ_in_directions": Refusal(
+        "ValueError", SAME + "cu_seqlens", lambda c, a: _trees([-1, 0], [c.rank > 0, False])(c, a)
+    ),
+    "one_rank_parents": Refusal("ValueError", "depth first", _last_rank(_trees([-1, 0, 0, 1]))),
     "ranks_differ_after_both_calls": Refusal("ValueError", SAME + "causal", _used_before),
     "one_rank_window": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
     "one_rank_window_length": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(1, 2, 3)))),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringflash_kernels.mask import Mask, Region
+from tests.two_sided import kernel_masks
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -46,6 +47,7 @@ MASKS = {
     ),
     "three keys": Mask.full(70, 3),
     "one query": Mask.full(1, 300),
+    **kernel_masks.MASKS,
 }
 
 
@@ -157,7 +159,7 @@ def test_fp16(head_dim, name):
     case.check(case.run(False))
 
 
-@pytest.mark.parametrize("name", ["causal", "ragged causal, fewer keys", "documents", "part of both"])
+@pytest.mark.parametrize("name", ["causal", "ragged causal, fewer keys", "documents", "part of both", "deep, window"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_deterministic(head_dim, name, accumulate):

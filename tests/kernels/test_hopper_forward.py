@@ -15,6 +15,7 @@ import torch
 
 from ringflash_kernels.mask import Mask, Region
 from tests.helpers.tolerance import assert_close
+from tests.two_sided import kernel_masks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,6 +43,7 @@ MASKS = {
     "lower half of the queries, upper of the keys": Mask.of(660, 820, [Region(330, 660, 0, 400)]),
     "rectangle inside": Mask.of(610, 633, [Region(133, 450, 170, 590, -110, 220)]),
     "nothing": Mask.of(130, 70, []),
+    **kernel_masks.MASKS,
 }
 HEAD_DIMS = (64, 96, 128, 192, 256)
 NUM_CHUNKS = 4

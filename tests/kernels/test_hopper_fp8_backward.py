@@ -10,6 +10,7 @@ import torch
 from ringflash_kernels import attention_backward, attention_forward, fp8_reference
 from ringflash_kernels.mask import Mask, Region
 from tests.helpers.nan_reach import PLACES, check_reach, plant
+from tests.two_sided import kernel_masks
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -26,6 +27,7 @@ MASKS = {
     "window": Mask.band(700, 700, causal=True, window_size=(150, 0)),
     "documents": Mask.documents([0, 1, 131, 195, 502, 567]),
     "part of both": Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
+    **{name: kernel_masks.MASKS[name] for name in ("deep", "deep, window")},
 }
 CHOICES = [(head_dim, x) for head_dim in (64, 128) for x in fp8_reference.PRODUCTS] + [(256, "bf16")]
 

@@ -35,6 +35,7 @@ LONG = [
     Case(head_dim=128, window="left", documents="mixed"),
     Case(head_dim=64, layout="contiguous", documents="crossing"),
     Case(head_dim=128, layout="striped", documents="mixed"),
+    Case(head_dim=128, layout="documents", documents="divisible", window="left"),
 ]
 HEAD_DIMS = [
     replace(case, head_dim=size)

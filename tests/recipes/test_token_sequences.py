@@ -224,6 +224,8 @@ def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"):
         TokenSequences(files, torch.arange(1), 6, cp_size=2)
     assert len(list(TokenSequences(files, torch.arange(1), 2))) == 2  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="layout must not be 'documents' for packed token files, got it"):
+        TokenSequences(files, torch.arange(2), 8, cp_size=2, layout="documents")
     with pytest.raises(IndexError, match="index must be from 0 to 1, got -1; sequences end there"):
         TokenSequences(files, torch.arange(1), 2)[-1]
     assert len(list(PackedText([b"abcdefg"], 4))) == 2  # type: ignore[call-overload]

@@ -19,7 +19,7 @@ from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
-from tests.unit.test_schedule import held, problems, three_zigzags  # noqa: F401, a fixture of every test here
+from tests.unit.test_schedule import held, problems, table_of, three_zigzags  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
 
@@ -30,7 +30,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     """Every cut of a chunk is at a multiple of the keys of a record, and no visible key is left out."""
     mask, cp_size, layout = problem
     bounds = None if mask.cu_seqlens is None else tuple(16 * bound for bound in mask.cu_seqlens)
-    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds)
+    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds, mask.parents, mask.bidirectional)
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
@@ -59,7 +59,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
     mask, cp_size, layout = problem
     position = torch.arange(mask.seqlen)
     want = dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
+        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
     )
     positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
@@ -83,7 +83,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     for rank, found in enumerate(ranks):
         assert [row for segment in found.own_segments for row in range(segment.row, segment.row + segment.size)] == [
             row
-            for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.cu_seqlens)
+            for chunk in chunks(mask.seqlen, cp_size, rank, layout, mask.documents)
             for row in range(chunk.row, chunk.row + chunk.size)
         ]
         for segment, readers in zip(found.own_segments, found.readers, strict=True):

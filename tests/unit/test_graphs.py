@@ -71,6 +71,19 @@ def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
         buffer("kv", (4,), torch.float32, CPU)
 
 
+def test_a_capture_with_documents_is_refused(capture: Capture) -> None:
+    """Replays would use its bounds for other documents. The backward of an eager forward has them, too."""
+    q = torch.ones(1, 16, 2, 8, requires_grad=True)
+    bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
+    out = ringflash.ring_attention(q, q, q, group=None, cu_seqlens=bounds)
+    capture.on = True
+    ringflash.ring_attention(q, q, q, group=None)
+    with pytest.raises(NotImplementedError, match="cu_seqlens must be None while a CUDA graph is captured"):
+        ringflash.ring_attention(q, q, q, group=None, cu_seqlens=bounds)
+    with pytest.raises(NotImplementedError, match="every replay would use the bounds of the capture"):
+        out.sum().backward()
+
+
 class Handle:
     """Areas that all ranks have mapped."""
 

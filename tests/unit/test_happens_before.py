@@ -36,6 +36,9 @@ def drawn_call(draw: random.Random, world: int) -> Call:
     if by_heads and draw.random() < 0.5:
         cuts = draw.sample(range(1, rows * world), draw.randrange(4))
         documents, layout = tuple(sorted((0, rows * world, *cuts))), draw.choice((layout, "balanced"))
+        if layout == "balanced" and draw.random() < 0.5:
+            unit = 2 * world
+            documents, layout = tuple(sorted({x // unit * unit for x in documents})), "documents"
     window, causal = draw.choice((((-1, -1), True), ((-1, -1), False), ((3, 0), True), ((2, 2), False)))
     heads = (4, draw.choice((1, 2, 4))) if by_heads else (2 * world, 2 * world)
     batch = 1 if documents else draw.choice((1, 1, 2))

@@ -25,6 +25,8 @@ LAYERS = (
     ("lightning",),
     ("deepspeed",),
     ("accelerate",),
+    ("megatron",),
+    ("torchtitan",),
     ("testing",),
     ("verify",),
     ("commands",),

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import ringflash
 from ringflash import huggingface
 from ringflash.attention.inputs import differentiate_alike
-from ringflash.huggingface.attention_function import apply_sinks
 from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
 
@@ -137,7 +136,7 @@ def test_frozen_inputs_share_storage_and_get_no_gradient() -> None:
 def test_sinks_keep_their_dtype_beside_attention_in_bf16() -> None:
     """100.3 is 100.5 in bf16: sigmoid(-0.2) instead of sigmoid(0)."""
     lse, sinks = torch.full((1, 1, 4), 100.3), torch.tensor([100.3], requires_grad=True)
-    out = apply_sinks((torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), lse), sinks)
+    out = ringflash.apply_sinks(torch.ones(1, 4, 1, 8, dtype=torch.bfloat16), lse, sinks)
     assert out.dtype == torch.bfloat16 and (out == 0.5).all()
     out.float().sum().backward()
     assert (sinks.grad + 32 * 0.25).abs() <= 1e-4 * 8

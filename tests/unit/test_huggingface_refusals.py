@@ -12,6 +12,7 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.batch import _checksum
+from ringflash.huggingface.spans import Use
 from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
@@ -74,11 +75,12 @@ def test_refuses_classes_that_call_flash_attention(loaded_before: bool, monkeypa
         huggingface.set_group(AutoModelForCausalLM.from_config(config, attn_implementation="ringflash"), None)
 
 
-def test_refuses_chunks_in_a_balanced_layout() -> None:
+@pytest.mark.parametrize("layout", ["balanced", "documents"])
+def test_refuses_chunks_in_a_layout_of_documents(layout: str) -> None:
     """Their bounds are not those that the layout is decided by."""
     model = build("chunks")
-    with pytest.raises(NotImplementedError, match="layout must not be 'balanced' for layers that attend in chunks"):
-        huggingface.set_group(model, None, layout="balanced")
+    with pytest.raises(NotImplementedError, match=f"layout must not be '{layout}' for layers that attend in chunks"):
+        huggingface.set_group(model, None, layout=layout)
 
 
 def test_refuses_wrong_document_positions() -> None:
@@ -340,14 +342,21 @@ def test_refuses_caches_of_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> N
         huggingface.set_group(model, None)
 
 
-def test_refuses_blocks_of_tokens_that_see_one_another() -> None:
+def test_masks_of_spans_are_read() -> None:
     """PaliGemma's prompt, by token_type_ids; packed documents, which transformers finds by positions, are no such."""
     from transformers.masking_utils import create_causal_mask
 
     blocks, embeds = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, 32)
     config = build().config
-    assert create_causal_mask(config, embeds, None, None, position_ids=torch.arange(LENGTH)[None] % 8) is None
+    packed = torch.arange(LENGTH)[None] % 8
+    assert create_causal_mask(config, embeds, None, None, position_ids=packed) is None
+    for positions in (None, packed):
+        found = create_causal_mask(config, embeds, None, None, position_ids=positions, block_sequence_ids=blocks)
+        assert torch.equal(found.ids, blocks) and found.use is Use.WITHIN_WINDOW
     with pytest.raises(NotImplementedError, match="one that the model changes; leave token_type_ids out"):
+        create_causal_mask(config, embeds, None, None, or_mask_function=lambda *_: torch.tensor(True))
+    config.model_type = "molmo2_text"
+    with pytest.raises(NotImplementedError, match="must not be given to Molmo 2"):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 

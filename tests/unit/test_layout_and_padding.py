@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -37,6 +38,8 @@ def test_worked_examples() -> None:
     documents = torch.tensor([0, 1, 5, 6, 12], dtype=torch.int32)  # the longest is cut, with its ends on rank 0
     held = [ringflash.local_positions(12, 2, rank, "balanced", documents).tolist() for rank in range(2)]
     assert held == [[0, 5, 6, 7, 10, 11], [1, 2, 3, 4, 8, 9]]
+    documents = torch.tensor([0, 4, 12], dtype=torch.int32)
+    assert ringflash.local_positions(12, 2, 1, "documents", documents).tolist() == [1, 2, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,6 +60,11 @@ def test_one_process_holds_everything(layout: str) -> None:
         ((13, 4, 0, "balanced"), r"seqlen must be divisible by cp_size \(4\), got 13; pad to 16"),
         ((16, 4, 0, "balanced"), "cu_seqlens must be given with layout='balanced', got None; pass the bounds"),
         ((16, 4, 0, "balanced", torch.tensor([0, 8])), r"cu_seqlens must end at the global .* \(16\), got 8"),
+        ((16, 4, 0, "documents"), "cu_seqlens must be given with layout='documents', got None; pass the bounds"),
+        (
+            (24, 2, 0, "documents", torch.tensor([0, 8, 14, 24])),
+            r"divisible by 2 \* cp_size \(4\) with layout='documents', got 6 tokens from 8; pad each \(pad_sequence",
+        ),
         ((16, 4, 0, "braided"), "layout must be one of .*, got 'braided'; zigzag"),
     ],
 )
@@ -92,21 +100,71 @@ def test_padding_changes_nothing(layout: str, bounds: list[int] | None, causal: 
     tokens = torch.randint(1, 32, (1, 13), generator=torch.Generator().manual_seed(0))
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     labels = shift_labels(tokens, cu_seqlens)
+    positions = torch.cat([torch.arange(n) for n in torch.tensor(bounds or [0, 13]).diff()])[None]
     padded = ringflash.pad_sequence(
-        tokens, labels, cu_seqlens, cp_size=4, layout=layout, multiple_of=multiple_of, causal=causal
-    )
+        tokens, labels, cu_seqlens, cp_size=4, layout=layout, multiple_of=multiple_of, causal=causal,
+        position_ids=positions,
+    )  # fmt: skip
     unit = granularity(4, layout) * multiple_of
+    positions = padded.position_ids
+    assert positions.shape == padded.tokens.shape and positions.dtype == torch.int64
+    if bounds is None:
+        assert torch.equal(positions, torch.arange(padded.tokens.shape[1])[None])
+    else:
+        assert torch.equal(ringflash.cu_seqlens_from_positions(positions), padded.cu_seqlens)
     assert padded.tokens.shape[1] == padded.labels.shape[1] == -(-13 // unit) * unit
-    assert_close(train(*padded, causal), train(tokens, labels, cu_seqlens, causal))
+    assert_close(train(*padded[:3], causal), train(tokens, labels, cu_seqlens, causal))
     if bounds is not None:
         assert (
             padded.cu_seqlens.tolist() == [*bounds, padded.tokens.shape[1]] and padded.cu_seqlens.dtype == torch.int32
         )
 
 
+def test_padding_of_each_document_changes_nothing() -> None:
+    tokens = torch.randint(1, 32, (1, 13), generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 3, 4, 12, 13], dtype=torch.int32)
+    pad = functools.partial(ringflash.pad_sequence, cp_size=2, layout="documents", multiple_of=2)
+    labels = shift_labels(tokens, cu_seqlens)
+    positions = torch.tensor([[0, 1, 2, 0, *range(8), 0]])
+    padded = pad(tokens, labels, cu_seqlens, position_ids=positions)
+    assert ringflash.cu_seqlens_from_positions(padded.position_ids).tolist() == [0, 8, 16, 24, 32]
+    assert padded.cu_seqlens.tolist() == [0, 8, 16, 24, 32] and padded.cu_seqlens.dtype == torch.int32
+    assert torch.equal(padded.tokens[0, 16:24], tokens[0, 4:12]) and padded.tokens[0, 3:8].eq(0).all()
+    assert_close(train(*padded[:3], True), train(tokens, labels, cu_seqlens, True))
+    assert pad(*padded[:3]).tokens is padded.tokens
+    for arguments, message in (
+        ((tokens,), "cu_seqlens must be given to pad each document, got None"),
+        ((tokens, None, cu_seqlens[:-1]), r"cu_seqlens must end at the global sequence length \(13\), got 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pad(*arguments)
+    with pytest.raises(ValueError, match=r"multiples of 8 if attention is not causal, got \[3, 1, 8, 1\]"):
+        pad(tokens, labels, cu_seqlens, causal=False)
+
+
 def test_padding_nothing_returns_the_same() -> None:
     tokens = torch.ones(2, 16, dtype=torch.int64)
-    assert ringflash.pad_sequence(tokens, cp_size=4).tokens is tokens
+    padded = ringflash.pad_sequence(tokens, cp_size=4, position_ids=tokens)
+    assert padded.tokens is tokens and padded.position_ids is tokens
+    with pytest.raises(
+        ValueError, match=r"position_ids must have the shape of tokens \(2, 16\) or one row, got \(2, 8\)"
+    ):
+        ringflash.pad_sequence(tokens, cp_size=4, position_ids=tokens[:, :8])
+
+
+def test_bounds_from_positions() -> None:
+    """A document begins with each row and at each restart; one of a single token follows another."""
+    rows = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    bounds = ringflash.cu_seqlens_from_positions(rows)
+    assert bounds.tolist() == [0, 3, 5, 6, 10] and bounds.dtype == torch.int32
+    assert [ringflash.cu_seqlens_from_positions(row).tolist() for row in rows] == [[0, 3, 5], [0, 1, 5]]
+    for wrong, message in (
+        (rows[:, 1:], "must count from 0 in each document, .* starts elsewhere, at 1; give those of whole rows"),
+        (torch.tensor([0, 1, 3, 4]), "starts elsewhere, at 3"),
+        (rows[None], r"must be \(batch, seqlen\) or \(seqlen,\), got \(1, 2, 5\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ringflash.cu_seqlens_from_positions(wrong)
 
 
 def test_padding_that_would_be_seen_is_refused() -> None:

@@ -95,17 +95,18 @@ def test_empty_mask() -> None:
     assert not mask.dense().any() and mask.dense().shape == (3, 4)
 
 
-def test_a_row_with_a_hole_is_refused() -> None:
-    with pytest.raises(ValueError, match="mask must show every query one interval"):
-        Mask.of(1, 5, [Region(0, 1, 0, 2), Region(0, 1, 3, 5)]).dense()
-
-
-def test_rows_that_see_earlier_keys_than_the_rows_above_are_refused() -> None:
-    """A kernel reads a tile's first key off its first row."""
-    with pytest.raises(ValueError, match="bounds never decreasing"):
-        Mask.of(2, 5, [Region(0, 1, 2, 4), Region(1, 2, 0, 5)]).dense()
+def test_holes_and_falling_bounds_are_two_sided() -> None:
+    hole = Mask.of(2, 5, [Region(0, 1, 0, 5), Region(1, 2, 0, 2), Region(1, 2, 3, 5)])
+    falling = Mask.of(2, 5, [Region(0, 1, 2, 4), Region(1, 2, 0, 5)])
+    assert hole.is_two_sided and falling.is_two_sided
     gap = Mask.of(3, 5, [Region(0, 1, 0, 4), Region(2, 3, 2, 5)])
-    assert gap.dense().sum(1).tolist() == [4, 0, 3]
+    assert gap.dense().sum(1).tolist() == [4, 0, 3] and not gap.is_two_sided
+
+
+def test_a_hole_that_a_later_row_sees_is_refused() -> None:
+    """Neither the interval of row 0 nor the end of key 1 says that row 0 does not see it."""
+    with pytest.raises(ValueError, match="the keys of one interval whose end is after it"):
+        Mask.of(2, 3, [Region(0, 1, 0, 1), Region(0, 1, 2, 3), Region(1, 2, 1, 2)]).is_two_sided  # noqa: B018
 
 
 def test_what_is_cached_is_made_once_for_a_key_and_is_not_part_of_the_value() -> None:

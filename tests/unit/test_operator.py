@@ -22,7 +22,7 @@ from ringflash.attention.api import attend
 from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
-from ringflash.sequence.layout import read_bounds
+from ringflash.sequence.layout import read_documents
 from ringflash_kernels import reference
 from tests.helpers import dense
 from tests.helpers.tolerance import assert_close
@@ -451,7 +451,7 @@ def test_bounds_made_in_inference_mode_are_read() -> None:
         bounds = torch.tensor([0, 5, 16], dtype=torch.int32)
     elsewhere = mock.Mock(wraps=bounds, device=torch.device("cuda", 0), is_inference=bounds.is_inference)
     type(elsewhere)._version = property(lambda self: bounds._version)
-    assert read_bounds(elsewhere) == (0, 5, 16)
+    assert read_documents(elsewhere).bounds == (0, 5, 16)
 
 
 @pytest.mark.parametrize("way", ["eager", "profiled", "compiled", "checkpointed"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringflash.attention.schedule import Schedule, active_steps, build, plan_gather
 from ringflash.sequence import layout as layouts
-from ringflash.sequence.layout import LAYOUTS, granularity, local_positions
+from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
 
@@ -35,10 +35,31 @@ def problems(
     seqlen = granularity(cp_size, layout) * draw(st.sampled_from(chunk_tokens))
     side = st.sampled_from([-1, -1, 0, 1, 2, 5, 11, seqlen // 5, seqlen // 2, seqlen])
     cuts = draw(st.none() | st.lists(st.integers(1, max(1, seqlen - 1)), max_size=6))
-    if cuts is None and layout == "balanced":
+    if cuts is None and layout in DOCUMENT_LAYOUTS:
         cuts = []
-    bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c for c in cuts if c < seqlen)}))
-    return SequenceMask(seqlen, draw(st.booleans()), (draw(side), draw(side)), bounds), cp_size, layout
+    unit = 2 * cp_size if layout == "documents" else 1
+    bounds = None if cuts is None else tuple(sorted({0, seqlen, *(c // unit * unit for c in cuts if c < seqlen)}))
+    window = draw(side), draw(side)
+    if bounds is not None and len(bounds) > 2 and draw(st.booleans()):
+        parents, both = draw(trees(len(bounds) - 1))
+        return SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both), cp_size, layout
+    return SequenceMask(seqlen, draw(st.booleans()), window, bounds), cp_size, layout
+
+
+@st.composite
+def trees(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Parents of documents, depth first, and which are bidirectional."""
+    parents, path = [], []
+    for index in range(count):
+        del path[draw(st.integers(0, len(path))) :]
+        parents.append(path[-1] if path else -1)
+        path.append(index)
+    return tuple(parents), tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+
+
+def table_of(mask: SequenceMask) -> Sequence[Sequence[int]] | None:
+    """The documents of a mask, as `dense.visible` takes them."""
+    return None if mask.documents is None else mask.documents.rows
 
 
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
@@ -48,8 +69,8 @@ def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
 
 def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:
     """Positions of a rank."""
-    bounds = None if mask.cu_seqlens is None else torch.tensor(mask.cu_seqlens)
-    return local_positions(mask.seqlen, cp_size, rank, layout, bounds)
+    table = None if mask.documents is None else torch.tensor(mask.documents.rows)
+    return local_positions(mask.seqlen, cp_size, rank, layout, table)
 
 
 @given(problems())
@@ -58,7 +79,7 @@ def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, i
     mask, cp_size, layout = problem
     position = torch.arange(mask.seqlen)
     want = dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=mask.cu_seqlens
+        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
     )
     count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
     rows = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]

@@ -37,10 +37,12 @@ __all__ = [
     "mbarrier",
     "named_barrier",
     "opaque",
+    "settled",
     "pairs_in_e4m3",
     "publish",
     "reinterpret",
     "scale_unless_one",
+    "seen_only",
     "start_of",
     "tma_load",
     "tma_reduce_add",
@@ -86,6 +88,17 @@ def opaque(x):
     """Return the number x, such that a buffer with this index has no address that is known before a loop."""
     if MANY_ADDRESSES:
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+    return x
+
+
+@gluon.jit
+def settled(x):
+    """Return the fp32 tensor x, computed before any product that is issued later.
+
+    From 3.9 on LLVM moves arithmetic behind products that do not need it, where the operands of both are alive at once.
+    """
+    if MANY_ADDRESSES:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
     return x
 
 
@@ -214,6 +227,23 @@ def scale_unless_one(x, factor, COUNT: gl.constexpr):
     asm: gl.constexpr = _scaling(COUNT)[0]
     held: gl.constexpr = _scaling(COUNT)[1]
     return gl.inline_asm_elementwise(asm, held, [x, factor], gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def seen_only(scores, row, end, key, stop):
+    """Return scores where row < end and key < stop, elsewhere -inf. All have one shape.
+
+    With one select for each score: triton would write one for each condition.
+    """
+    asm: gl.constexpr = """{
+        .reg .pred p;
+        setp.lt.s32 p, $2, $3;
+        setp.lt.and.s32 p, $4, $5, p;
+        selp.f32 $0, $1, 0fFF800000, p;
+    }"""
+    return gl.inline_asm_elementwise(
+        asm, "=f,f,r,r,r,r", [scores, row, end, key, stop], gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

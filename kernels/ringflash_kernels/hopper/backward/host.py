@@ -26,7 +26,8 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
+from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
@@ -108,7 +109,7 @@ class HopperBackward:
         with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
                 with device_guard(k.device):
-                    self._add_keys(k, v, hop, group, dk, dv, adds)
+                    self._add_keys(k, v, mask, hop, group, dk, dv, adds)
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
@@ -152,17 +153,21 @@ class HopperBackward:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return _largest_divisor(num_heads, limit)
 
-    def _in_step(self, hop: HopRectangle, group: int) -> bool:
-        """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
-        return (
-            not self.deterministic
-            and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
-        )
+    def _in_step(self, hop: HopRectangle, group: int) -> int:
+        """Return how many blocks a tile must have to meet the other CTAs at a query block; 0 if no tile should.
+
+        With `deterministic`, the fixed order lets them meet.
+        """
+        bytes_of_row = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
+        if self.deterministic or hop.num_rows * bytes_of_row <= IN_STEP_BYTES:
+            return 0
+        return max(1, IN_STEP_BYTES // (64 * bytes_of_row))
 
     def _add_keys(
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        mask: Mask,
         hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
@@ -177,25 +182,31 @@ class HopperBackward:
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
+        begins, *tables = self._tables(mask, hop, k.device, tiles.block_n, heads_together)
         scalars = (
-            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group)), self.clock,
+            self._in_step(hop, group), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
         loads = [_piece_descriptors(x, columns) for x, columns in zip(keys[:2], pieces, strict=True)]
         choices = dict(
-            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
+            SPLIT=tiles.pieces[0], REST=tiles.rest, STAGES=tiles.stages, BOUNDS=hop.has_bounds,
+            TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins, ACCUMULATE=accumulate,
         )  # fmt: skip
-        variant = (head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, self.ordered, accumulate)
+        variant = (
+            head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
+            accumulate,
+        )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held, **choices,
+                begins, *self._bounds(hop), *tables, *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held,
+                **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -203,7 +214,7 @@ class HopperBackward:
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
-                *scalars, *self._order(num_tiles), *scales,
+                begins, *self._bounds(hop), *tables, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
@@ -227,16 +238,19 @@ class HopperBackward:
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
         ]
+        ends, *tables = None, None, None, None
+        if hop.two_sided:
+            ends, *tables = self._query_tables(mask, k.device, heads_together)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, add), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
-            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), self.stats, *self._bounds(hop),
+            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
             SPLIT=tiles.pieces[0], REST=tiles.rest, VALUE_REST=tiles.value_rest,
             SLOTS=choices.slots, EXP_UNDER_DP=choices.exp_under_dp, TURNS=choices.turns, HELD=choices.held,
-            BOUNDS=hop.has_bounds, ADD=add,
+            BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, ADD=add,
         )  # fmt: skip
 
     def _order(self, num_tiles: int) -> tuple[torch.Tensor, int, int]:
@@ -251,6 +265,27 @@ class HopperBackward:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
+    def _tables(
+        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int, heads_together: int
+    ) -> tuple[TensorDescriptor | None, int | None, torch.Tensor | None, torch.Tensor | None]:
+        """Return the tables of a two-sided mask: first keys of rows if they are needed, and `Walks`."""
+        if not hop.two_sided:
+            return None, None, None, None
+        side = mask.cached("transposed", mask.transposed)
+        tiles, stretches, num_long = walks(
+            side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered, workers=_workers(heads_together)
+        )
+        begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
+        return begins, num_long, tiles, stretches
+
+    def _query_tables(
+        self, mask: Mask, device: torch.device, heads_together: int
+    ) -> tuple[TensorDescriptor, int, torch.Tensor, torch.Tensor]:
+        """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
+        rows = 0, mask.seqlen_q
+        tiles, stretches, num_long = walks(mask, device, rows, _HELD_QUERIES, 64, workers=_workers(heads_together))
+        return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), num_long, tiles, stretches
+
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
         if (start, stop) not in self._views:
@@ -264,6 +299,11 @@ class HopperBackward:
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
+
+
+def _workers(heads_together: int) -> int:
+    """Return the number of multiprocessors for each of the heads whose tiles alternate in launch order."""
+    return max(1, SMS // heads_together)
 
 
 def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -340,6 +380,8 @@ class HopRectangle(NamedTuple):
     stop_shift: int
     has_bounds: bool
     bounds: tuple[torch.Tensor, ...]
+    two_sided: bool = False
+    has_begins: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -375,7 +417,11 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
         side = mask if transposed else mask.cached("transposed", mask.transposed)
-        return HopRectangle(0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device))
+        two_sided = mask.is_two_sided
+        return HopRectangle(
+            0, 0, side.seqlen_k, 0, side.seqlen_q, 0, 0, 0, 0, True, side.bounds(device),
+            two_sided, two_sided and has_begins(mask),
+        )  # fmt: skip
     region = region.transposed() if transposed else region
     q_start, q_stop, k_start, k_stop, lower, upper = region
     min_row = 0 if transposed else q_start % aligned[0]
@@ -403,6 +449,16 @@ def _second_band(mask: Mask) -> Region | None:
     if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
         return None
     return below
+
+
+def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
+    """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
+
+    def make() -> torch.Tensor:
+        check_capture(device)
+        return torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None].to(device)
+
+    return mask.cached(("begins", torch.device(device)), make)
 
 
 def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

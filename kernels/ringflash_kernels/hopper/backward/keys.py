@@ -69,6 +69,7 @@ class KeyShared:
     q_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
+    begins: gl.shared_memory_descriptor
     dq0_buffers: gl.shared_memory_descriptor
     dq1_buffers: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
@@ -84,7 +85,9 @@ class KeyShared:
 
 
 @gluon.jit
-def _load_queries(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, batch, head, block, step):
+def _load_queries(
+    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
+):
     """Load Q, dO and their statistics of a block once both consumers have released the buffer."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -93,19 +96,23 @@ def _load_queries(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_d
     slot, parity = slot_of(step, sm.STAGES)
     full = sm.q_full.index(slot)
     mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-    mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes)
+    mbarrier.expect(full, 2 * nbytes + stats_desc.block_type.nbytes + (64 * 4 if problem.BEGINS else 0))
     tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
     if R:
         tma_load(q1_desc, [batch, head, row, C], full, sm.q1.index(slot))
     stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
     tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
+    if problem.BEGINS:
+        tma_load(begins_desc, [0, row], full, sm.begins.index(slot))
     tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
     if R:
         tma_load(dout1_desc, [batch, head, row, C], full, sm.dout1.index(slot))
 
 
 @gluon.jit
-def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
+def _load(
+    sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc
+):
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -114,7 +121,11 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, full_start, full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            first, count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, full_start, full_stop = problem.blocks(key)
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -132,7 +143,20 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        if sm.ORDERED:
+        if sm.ORDERED and problem.TWO_SIDED:
+            for i in range(count):
+                begin, end, masked = problem.stretch(first + count - 1 - i)
+                for j in range(end - begin):
+                    for g in range(problem.group):
+                        slot, parity = slot_of(step, sm.STAGES)
+                        mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                        send_number(sm.begin.index(slot), (end - 1 - j) * 2 + masked)
+                        _load_queries(
+                            sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                            batch, first_head + g, end - 1 - j, step,
+                        )  # fmt: skip
+                        step += 1
+        elif sm.ORDERED:
             g = 0
             block = stop - 1
             for _ in range((stop - start) * problem.group):
@@ -141,11 +165,28 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
                 masked = (block < full_start) | (block >= full_stop)
                 send_number(sm.begin.index(slot), block * 2 + masked.to(gl.int32))
                 _load_queries(
-                    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc,
+                    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                     batch, first_head + g, block, step,
                 )  # fmt: skip
                 step += 1
                 g, block = problem.descend(g, block)
+        elif problem.TWO_SIDED:
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count, stop)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block * 2 + masked)
+                    _load_queries(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, first_head + g, block, step,
+                    )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
+                    step += 1
+                    problem.tick(step)
         else:
             block = start
             for g in range(problem.group):
@@ -156,7 +197,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dou
                     send_number(sm.begin.index(slot), block)
                 for _ in range(start, stop):
                     _load_queries(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc,
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
                     block = problem.next_block(block, start, stop)
@@ -223,7 +264,8 @@ def _staging(sm, buffer, W: gl.constexpr):
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
 
-    If ORDERED, the producer says which block it is and whether it is masked, and the writers know where dQ goes.
+    If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If ORDERED, the writers know
+    where dQ goes.
     """
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -266,7 +308,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     # P = exp(S - lse)
     lse = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(2 if R else 1, deps=(s,))
-    if sm.ORDERED:
+    if sm.ORDERED or problem.TWO_SIDED:
         number = receive_number(sm.begin.index(slot))
         block = number >> 1
         masked = (number & 1) != 0
@@ -281,6 +323,10 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
             inside = problem.within(block * 64 + columns, first_row, stop_row)
         else:
             inside = problem.within_block(block * 64, columns, first_row, stop_row)
+        if problem.BEGINS:
+            begins = sm.begins.index(slot).reshape([64]).load(gl.SliceLayout(0, s_layout))
+            keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            inside = inside & (keys[:, None] >= begins[None, :])
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
     p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
@@ -323,7 +369,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     else:
         dk0, ds0, dv0, p0 = warpgroup_mma_wait(0, deps=(dk0, ds0, dv0, p0))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-    return dk0, dk1, dv0, dv1
+    return dk0, dk1, dv0, dv1, block
 
 
 @gluon.jit
@@ -360,44 +406,69 @@ def _stage_last_dq(sm, step, W: gl.constexpr):
 
 
 @gluon.jit
+def _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, head, block, tile, previous, WRITER: gl.constexpr):
+    """Writer: add dQ of one block, after `previous`, if there is one, has added its own."""
+    column: gl.constexpr = sm.SPLIT if sm.REST else sm.SPLIT // 2
+    if step % WRITERS == WRITER:
+        number = batch * problem.num_heads + head
+        if previous >= 0:
+            order.wait_for_tile(previous, number, block)
+        row = problem.dq_row(batch, head) + block * 64
+        buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
+        parity = step // WRITERS & 1
+        mbarrier.wait(sm.dq_full.index(WRITER * 2), parity)
+        tma_reduce_add(dq0_desc, [row, 0], _staging(sm, buffer, 0))
+        mbarrier.wait(sm.dq_full.index(WRITER * 2 + 1), parity)
+        tma_reduce_add(dq1_desc, [row, column], _staging(sm, buffer, 1))
+        tma_store_wait(1)
+        mbarrier.arrive(sm.dq_empty.index(buffer * 2), count=1)
+        tma_store_wait(0)
+        mbarrier.arrive(sm.dq_empty.index(buffer * 2 + 1), count=1)
+        tma_store_complete(step)
+        order.publish_tile(tile, number, block)
+
+
+@gluon.jit
 def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
     """Writer: add dQ of every third block, each after the previous tile that sees the block has added its own."""
-    column: gl.constexpr = sm.SPLIT if sm.REST else sm.SPLIT // 2
     step = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, _kv_head = problem.work(index)
-        start, stop, _full_start, _full_stop = problem.blocks(key)
-        if start < stop:
+        if problem.TWO_SIDED:
+            first, count, stop = problem.walk(index)
+            start = 0
+            tile, _head = problem.place(index)
+        else:
+            start, stop, _full_start, _full_stop = problem.blocks(key)
             tile = key // problem.BLOCK_N
-            previous, previous_start, previous_stop = order.previous(problem, tile)
+        if start < stop:
+            if not problem.TWO_SIDED:
+                previous, previous_start, previous_stop = order.previous(problem, tile)
             if step % WRITERS == WRITER:  # dQ of the block of zeros is not added
                 buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
                 for W in gl.static_range(2):
                     mbarrier.wait(sm.dq_full.index(WRITER * 2 + W), step // WRITERS & 1)
                     mbarrier.arrive(sm.dq_empty.index(buffer * 2 + W), count=1)
             step += 1
-            g = 0
-            block = stop - 1
-            for _ in range((stop - start) * problem.group):
-                if step % WRITERS == WRITER:
-                    head = batch * problem.num_heads + first_head + g
-                    if (previous_start <= block) & (block < previous_stop):
-                        order.wait_for_tile(previous, head, block)
-                    row = problem.dq_row(batch, first_head + g) + block * 64
-                    buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
-                    parity = step // WRITERS & 1
-                    mbarrier.wait(sm.dq_full.index(WRITER * 2), parity)
-                    tma_reduce_add(dq0_desc, [row, 0], _staging(sm, buffer, 0))
-                    mbarrier.wait(sm.dq_full.index(WRITER * 2 + 1), parity)
-                    tma_reduce_add(dq1_desc, [row, column], _staging(sm, buffer, 1))
-                    tma_store_wait(1)
-                    mbarrier.arrive(sm.dq_empty.index(buffer * 2), count=1)
-                    tma_store_wait(0)
-                    mbarrier.arrive(sm.dq_empty.index(buffer * 2 + 1), count=1)
-                    tma_store_complete(step)
-                    order.publish_tile(tile, head, block)
-                step += 1
-                g, block = problem.descend(g, block)
+            if problem.TWO_SIDED:
+                for i in range(count):
+                    number = first + count - 1 - i
+                    begin, end, _masked = problem.stretch(number)
+                    before = problem.previous(number)
+                    for j in range(end - begin):
+                        for g in range(problem.group):
+                            _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, first_head + g, end - 1 - j,
+                                       tile, before, WRITER)  # fmt: skip
+                            step += 1
+            else:
+                g = 0
+                block = stop - 1
+                for _ in range((stop - start) * problem.group):
+                    before = gl.where((previous_start <= block) & (block < previous_stop), previous, -1)
+                    _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, first_head + g, block, tile, before,
+                               WRITER)  # fmt: skip
+                    step += 1
+                    g, block = problem.descend(g, block)
 
 
 @gluon.jit
@@ -495,7 +566,11 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
         pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, full_start, full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            _first, _count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, full_start, full_stop = problem.blocks(key)
         dk0 = gl.zeros([64, C], gl.float32, layout0)
         dv0 = gl.zeros([64, C], gl.float32, layout0)
         if R:
@@ -526,11 +601,23 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 seen = (0, 0)
             if sm.ORDERED:
                 for _ in range((stop - start) * problem.group):
-                    dk0, dk1, dv0, dv1 = _step(
+                    dk0, dk1, dv0, dv1, _block = _step(
                         sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, 0, W
                     )
                     step += 1
                 _stage_last_dq(sm, step, W)
+            elif problem.TWO_SIDED:
+                head_row = problem.dq_row(batch, first_head)
+                dq_row = head_row
+                for _g in range(problem.group):
+                    for _ in range(stop):
+                        dk0, dk1, dv0, dv1, block = _step(
+                            sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, dq_row, W
+                        )
+                        step += 1
+                        dq_row = head_row + block * 64
+                    head_row += problem.dq_rows
+                last_dq(sm, dq_desc, step, dq_row, W)
             else:
                 head_row = problem.dq_row(batch, first_head)
                 dq_row = head_row + start * 64
@@ -540,7 +627,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                     block = receive_number(sm.begin.index(slot))
                     for _ in range(start, stop):
                         masked = (block < full_start) | (block >= full_stop)
-                        dk0, dk1, dv0, dv1 = _step(
+                        dk0, dk1, dv0, dv1, _block = _step(
                             sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
                         )
                         step += 1
@@ -575,20 +662,22 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
-        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks", "first_number",
+        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
+        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
+        "first_number",
     ]
 )  # fmt: skip
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
-    dk0_desc, dk1_desc, dv0_desc, dv1_desc,
-    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
-    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr,
-    numbers_ptr, num_blocks, first_number, scale_log2, softmax_scale,
+    dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
+    first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr,
+    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
+    group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
+    scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
+    ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -622,6 +711,10 @@ def backward_keys(
         dq_full = ds_full
         dq_empty = ds_full
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    if BEGINS:
+        begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
+    else:
+        begins = begin
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
     dout0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], dout0_desc.layout)
     k0 = gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], k0_desc.layout)
@@ -645,16 +738,23 @@ def backward_keys(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
-        q_full, q_empty, ds_full, begin, dq0_buffers, dq1_buffers, dq_full, dq_empty,
+        q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
         SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DQ_BUFFERS, ACCUMULATE,
     )  # fmt: skip
+    if not TWO_SIDED:
+        num_long = num_tiles  # not read
+        tiles_ptr = first_ptr
+        stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        scale_log2, softmax_scale, BOUNDS, 64, 2 * 64,
+        num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
-    load_args = (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc)
+    load_args = (
+        sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
+        begins_desc
+    )  # fmt: skip
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(

@@ -4,6 +4,9 @@ A hop is one rectangle of query rows and keys, addressed by descriptors that beg
 is seen by one interval of query rows: computed from two shifts (a diagonal band) or loaded (packed
 documents). The ends of the intervals never decrease from key to key, so those of a tile's first and last key
 bound the query blocks to visit and the blocks that need no mask.
+
+Under a two-sided mask, the blocks to visit are listed in stretches (`hopper.walks`). If there is a window besides
+(BEGINS), a row sees of the keys in whose interval it is only those from its own first key on.
 """
 
 from ringflash_kernels.hopper.backward.tiles import SMS
@@ -69,7 +72,9 @@ class BackwardProblem:
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
-        in_step, clock_ptr: see `meeting_block`; the clock is one int32 with any initial value.
+        num_long: tiles of each head that are launched before the others of any head, if TWO_SIDED.
+        tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
+        in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
     """
 
     min_row: gl.tensor
@@ -91,9 +96,14 @@ class BackwardProblem:
     clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
+    num_long: gl.tensor
+    tiles_ptr: gl.tensor
+    stretches_ptr: gl.tensor
     scale_log2: gl.tensor
     softmax_scale: gl.tensor
     BOUNDS: gl.constexpr
+    TWO_SIDED: gl.constexpr
+    BEGINS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
 
@@ -103,14 +113,74 @@ class BackwardProblem:
 
         Order: section of heads, key tile (the longest first under a causal mask), head within the section.
         """
-        section = index // (self.num_tiles * self.heads_together)
-        rest = index - section * self.num_tiles * self.heads_together
-        tile = rest // self.heads_together
-        head = section * self.heads_together + rest - tile * self.heads_together
+        if self.TWO_SIDED:
+            rank, head = self.place(index)
+            tile = gl.load(self.tiles_ptr + rank * 4)
+        else:
+            section = index // (self.num_tiles * self.heads_together)
+            rest = index - section * self.num_tiles * self.heads_together
+            tile = rest // self.heads_together
+            head = section * self.heads_together + rest - tile * self.heads_together
         key = tile * self.BLOCK_N
         heads = self.num_heads // self.group
         first_head = (head % heads) * self.group
         return key, head // heads, first_head, first_head // (self.num_heads // self.num_kv_heads)
+
+    @gluon.jit
+    def walk(self, index):
+        """Return first stretch, number of stretches and number of blocks of a work item under a two-sided mask."""
+        rank, _head = self.place(index)
+        entry = self.tiles_ptr + rank * 4
+        return gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+    @gluon.jit
+    def place(self, index):
+        """Return rank and head of a work item under a two-sided mask: the long tiles of all heads come first."""
+        heads = self.num_works // self.num_tiles
+        others = index - self.num_long * heads
+        per_section = gl.maximum(self.num_tiles - self.num_long, 1) * self.heads_together
+        section = others // per_section
+        rest = others - section * per_section
+        rank = self.num_long + rest // self.heads_together
+        head = section * self.heads_together + rest % self.heads_together
+        is_long = others < 0
+        rank = gl.where(is_long, index // heads, rank)
+        return rank, gl.where(is_long, index % heads, head)
+
+    @gluon.jit
+    def previous(self, number):
+        """Return the rank of the last tile before that visits the blocks of a stretch, or -1; see `walks`."""
+        return gl.load(self.stretches_ptr + number * 4 + 3)
+
+    @gluon.jit
+    def stretch(self, number):
+        """Return the first block of a stretch, its end, and whether it is masked."""
+        entry = self.stretches_ptr + number * 4
+        return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
+
+    @gluon.jit
+    def next_step(self, number, block, end, masked, first, count):
+        """Return stretch, block, end and kind of the step after `block` in a round over a walk."""
+        block += 1
+        if block == end:
+            number = gl.where(number + 1 == first + count, first, number + 1)
+            block, end, masked = self.stretch(number)
+        return number, block, end, masked
+
+    @gluon.jit
+    def meeting_stretch(self, number, block, first, count, num_blocks):
+        """Return the stretch and the block at which to start a round over a walk of some blocks: see `meeting_block`.
+
+        Only walks of `in_step` blocks or more meet: what shorter ones read stays in L2, and the search takes time.
+        """
+        if (self.in_step != 0) & (num_blocks >= self.in_step):
+            now = self.mean_block()
+            for i in range(count):
+                begin, end, _masked = self.stretch(first + i)
+                hit = (begin <= now) & (now < end)
+                number = gl.where(hit, first + i, number)
+                block = gl.where(hit, now, block)
+        return number, block
 
     @gluon.jit
     def dq_row(self, batch, head):
@@ -180,12 +250,17 @@ class BackwardProblem:
         of their steps, or at `block` if the tile does not visit that one.
         """
         if self.in_step != 0:
-            # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
-            steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
-            running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
-            now = (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
+            now = self.mean_block()
             block = gl.where((start <= now) & (now < stop), now, block)
         return block
+
+    @gluon.jit
+    def mean_block(self):
+        """Return the block that the clock shows."""
+        # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
+        steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
+        running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
+        return (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
 
     @gluon.jit
     def next_block(self, block, start, stop):

@@ -10,7 +10,15 @@ one ring of buffers: V is released after dP, K after dQ += dS K, so three buffer
 (head_dim 256). A step is dP and S, exp, dQ; with EXP_UNDER_DP it is S and dP, exp while dP is in flight, dQ.
 """
 
-from ringflash_kernels.hopper.backward.problem import BackwardProblem, halves, interleave, slot_of
+from ringflash_kernels.hopper.backward.problem import (
+    NUMBER,
+    BackwardProblem,
+    halves,
+    interleave,
+    receive_number,
+    send_number,
+    slot_of,
+)
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -42,6 +50,8 @@ class QueryShared:
     q_empty: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    begin: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     VALUE_REST: gl.constexpr
@@ -56,7 +66,9 @@ class QueryShared:
 def _tile_of(problem, index):
     """Return first query, batch, head and KV head of a work item. The last queries, longest if causal, go first."""
     row, batch, head, kv_head = problem.work(index)
-    return (problem.num_tiles - 1) * problem.BLOCK_N - row, batch, head, kv_head
+    if not problem.TWO_SIDED:
+        row = (problem.num_tiles - 1) * problem.BLOCK_N - row
+    return row, batch, head, kv_head
 
 
 @gluon.jit
@@ -72,21 +84,40 @@ def _slots(sm, step):
 
 
 @gluon.jit
-def _load_block(sm, desc0, desc1, coord, slot, parity, R: gl.constexpr):
-    """Fill a buffer of the ring once both consumers have released it."""
+def _load_block(sm, desc0, desc1, coord, slot, parity, OTHERS: gl.constexpr, R: gl.constexpr):
+    """Fill a buffer of the ring once both consumers have released it; OTHERS: bytes that arrive besides."""
     full = sm.full.index(slot)
     mbarrier.wait(sm.empty.index(slot), parity ^ 1)
-    mbarrier.expect(full, desc0.block_type.nbytes + (desc1.block_type.nbytes if R else 0))
+    mbarrier.expect(full, desc0.block_type.nbytes + (desc1.block_type.nbytes if R else 0) + OTHERS)
     tma_load(desc0, [coord[0], coord[1], coord[2], 0], full, sm.kv0.index(slot))
     if R:
         tma_load(desc1, [coord[0], coord[1], coord[2], sm.SPLIT], full, sm.kv1.index(slot))
 
 
 @gluon.jit
-def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc):
+def _load_both(sm, problem, k0_desc, k1_desc, v0_desc, v1_desc, ends_desc, batch, kv_head, block, masked, step):
+    """Load K and V of a block; under a two-sided mask K comes with its ends, and with what the step is."""
+    R: gl.constexpr = sm.REST
+    VR: gl.constexpr = sm.VALUE_REST
+    OTHERS: gl.constexpr = 64 * 4 if problem.TWO_SIDED else 0
+    coord = [batch, kv_head, block * 64]
+    k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
+    if not sm.EXP_UNDER_DP:
+        _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, 0, VR)
+    if problem.TWO_SIDED:
+        mbarrier.wait(sm.empty.index(k_slot), k_parity ^ 1)
+        send_number(sm.begin.index(k_slot), block * 2 + masked)
+    _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, OTHERS, R)
+    if problem.TWO_SIDED:
+        tma_load(ends_desc, [0, block * 64], sm.full.index(k_slot), sm.ends.index(k_slot))
+    if sm.EXP_UNDER_DP:
+        _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, 0, VR)
+
+
+@gluon.jit
+def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc, ends_desc):
     """Producer: load Q and dO of each tile, then K and V block by block."""
     C: gl.constexpr = sm.SPLIT
-    R: gl.constexpr = sm.REST
     VR: gl.constexpr = sm.VALUE_REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
     value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if VR else 0)
@@ -94,7 +125,11 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
-        start, stop, _full_start, _full_stop = problem.blocks(row)
+        if problem.TWO_SIDED:
+            first, count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, _full_start, _full_stop = problem.blocks(row)
         if (not sm.ADD) | (start < stop):
             full = sm.q_full.index(0)
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
@@ -107,16 +142,18 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
                 if VR:
                     tma_load(dout1_desc, [batch, head, at, C], full, sm.dout1.index(half))
             round += 1
-        for block in range(start, stop):
-            coord = [batch, kv_head, block * 64]
-            k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
-            if sm.EXP_UNDER_DP:
-                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, R)
-                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, VR)
-            else:
-                _load_block(sm, v0_desc, v1_desc, coord, v_slot, v_parity, VR)
-                _load_block(sm, k0_desc, k1_desc, coord, k_slot, k_parity, R)
-            step += 1
+        if problem.TWO_SIDED:
+            for i in range(count):
+                begin, end, masked = problem.stretch(first + i)
+                for block in range(begin, end):
+                    _load_both(
+                        sm, problem, k0_desc, k1_desc, v0_desc, v1_desc, ends_desc, batch, kv_head, block, masked, step
+                    )
+                    step += 1
+        else:
+            for block in range(start, stop):
+                _load_both(sm, problem, k0_desc, k1_desc, v0_desc, v1_desc, ends_desc, batch, kv_head, block, 0, step)
+                step += 1
 
 
 @gluon.jit
@@ -168,12 +205,20 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
 
 
 @gluon.jit
-def _probabilities(sm, problem, s, lse, first, stop, block, masked):
-    """Return P = exp(S - lse)."""
+def _probabilities(sm, problem, s, lse, first, stop, slot, row, block, masked):
+    """Return P = exp(S - lse) of the 64 queries from `row` on and the K in `slot`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    if problem.TWO_SIDED:
+        number = receive_number(sm.begin.index(slot))
+        block = number >> 1
+        masked = (number & 1) != 0
     if masked:  # a second, masked loop would make ptxas spill in the first
         keys = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
         s = gl.where(problem.within(keys, first, stop), s, float("-inf"))
+        if problem.TWO_SIDED:
+            rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+            ends = sm.ends.index(slot).reshape([64]).load(gl.SliceLayout(0, layout))
+            s = gl.where(rows[:, None] < ends[None, :], s, float("-inf"))
     return gl.exp2(s * problem.scale_log2 - lse[:, None])
 
 
@@ -194,7 +239,7 @@ def _add_product(sm, ds, dq0, dq1, slot):
 
 
 @gluon.jit
-def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W: gl.constexpr):
+def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, row, block, masked, W: gl.constexpr):
     """Add the dQ of one block of keys."""
     k_slot, k_parity, v_slot, v_parity = _slots(sm, step)
     _take_turn(sm, step, W)
@@ -204,7 +249,7 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
         dp = _product(sm, dout, sm.dout0, sm.dout1, v_slot, v_parity, sm.VALUE_REST, W)
         s = warpgroup_mma_wait(products_of_dp, deps=(s,))
         _pass_turn(sm, step, W)
-        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, k_slot, row + W * 64, block, masked)
         # This wait ends the basic block (K has arrived), or ptxas would move exp past the wait for dP.
         mbarrier.wait(sm.full.index(k_slot), k_parity)
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -215,7 +260,7 @@ def _step(sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, ste
         s, dp = warpgroup_mma_wait(0, deps=(s, dp))
         mbarrier.arrive(sm.empty.index(v_slot), count=1)
         _pass_turn(sm, step, W)
-        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, block, masked)
+        p = _probabilities(sm, problem, s, lse, first_seen, stop_seen, k_slot, row + W * 64, block, masked)
     ds = (p * (dp - delta[:, None])).to(sm.q0.dtype)
     return _add_product(sm, ds, dq0, dq1, k_slot)
 
@@ -268,7 +313,11 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
         _pass_turn(sm, step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
-        start, stop, full_start, full_stop = problem.blocks(row)
+        if problem.TWO_SIDED:
+            _first, _count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, full_start, full_stop = problem.blocks(row)
         if (not sm.ADD) | (start < stop):
             batch_head = batch * problem.num_heads + head
             rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
@@ -284,9 +333,12 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
             q = _register_operand(sm, sm.q0, W)
             dout = _register_operand(sm, sm.dout0, W)
             for block in range(start, stop):
-                masked = (block < full_start) | (block >= full_stop)
+                if problem.TWO_SIDED:  # the producer says which block it is
+                    masked = False
+                else:
+                    masked = (block < full_start) | (block >= full_stop)
                 dq0, dq1 = _step(
-                    sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, block, masked, W
+                    sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, row, block, masked, W
                 )
                 step += 1
             _write_queries(sm, dq_desc, dq0, dq1, [batch_head, problem.row_start + row + W * 64], W)
@@ -308,16 +360,19 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "stats_ptr", "first_ptr", "stop_ptr", "stats_stride", "row_start", "dq_rows", "num_rows", "num_keys",
-        "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "first_shift", "stop_shift",
+        "stats_ptr", "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
+        "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works",
+        "first_shift", "stop_shift",
     ]
 )  # fmt: skip
 def backward_queries(
-    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc,
-    stats_ptr, first_ptr, stop_ptr, stats_stride, row_start, dq_rows, num_rows, num_keys, num_heads, num_kv_heads,
-    num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2, softmax_scale,
+    q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc, ends_desc,
+    stats_ptr, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,
+    num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2,
+    softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
-    EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr, ADD: gl.constexpr,
+    EXP_UNDER_DP: gl.constexpr, TURNS: gl.constexpr, HELD: gl.constexpr, BOUNDS: gl.constexpr,
+    TWO_SIDED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -345,8 +400,17 @@ def backward_queries(
     else:
         dout1 = dout0
     kv1 = gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, 64, REST], k1_desc.layout)
+    if TWO_SIDED:
+        begin = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], NUMBER)
+        ends = gl.allocate_shared_memory(gl.int32, [SLOTS] + ends_desc.block_shape, ends_desc.layout)
+    else:
+        begin = full  # not read
+        ends = full
+        num_long = num_tiles
+        tiles_ptr = first_ptr
+        stretches_ptr = first_ptr
     sm = QueryShared(
-        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, SPLIT, REST, VALUE_REST, SLOTS,
+        q0, q1, dout0, dout1, kv0, kv1, q_full, q_empty, full, empty, begin, ends, SPLIT, REST, VALUE_REST, SLOTS,
         EXP_UNDER_DP, TURNS, HELD, ADD,
     )  # fmt: skip
     problem = BackwardProblem(
@@ -354,7 +418,8 @@ def backward_queries(
         num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
-        first_ptr, stop_ptr, scale_log2, softmax_scale, BOUNDS, 64, 2 * 64,
+        first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, False,
+        64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
@@ -363,7 +428,7 @@ def backward_queries(
             (_hold_second, (sm, problem, stats_ptr, stats_stride, dq_desc)),
             (
                 _load_keys,
-                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc),
+                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k1_desc, v0_desc, v1_desc, ends_desc),
             ),
         ],
         [4, 1],

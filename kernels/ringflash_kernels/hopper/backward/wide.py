@@ -55,6 +55,7 @@ class WideShared:
     p_full: gl.shared_memory_descriptor
     p_empty: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
+    begins: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     VALUE_REST: gl.constexpr
@@ -64,7 +65,37 @@ class WideShared:
 
 
 @gluon.jit
-def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc):
+def _load_rows(
+    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
+):
+    """Load Q with its statistics and dO of a block once the consumers have released the buffers."""
+    C: gl.constexpr = sm.SPLIT
+    R: gl.constexpr = sm.VALUE_REST
+    nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
+    value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if R else 0)
+    row = block * 64
+    slot, parity = slot_of(step, sm.STAGES)
+    q_full = sm.q_full.index(slot)
+    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+    mbarrier.expect(q_full, nbytes + stats_desc.block_type.nbytes + (64 * 4 if problem.BEGINS else 0))
+    tma_load(q0_desc, [batch, head, row, 0], q_full, sm.q0.index(slot))
+    tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
+    stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+    tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
+    if problem.BEGINS:
+        tma_load(begins_desc, [0, row], q_full, sm.begins.index(slot))
+    dout_full = sm.dout_full.index(slot)
+    mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
+    mbarrier.expect(dout_full, value_nbytes)
+    tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
+    if R:
+        tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
+
+
+@gluon.jit
+def _load_wide(
+    sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc
+):
     """Producer: load K and V of each tile, then Q with its statistics and dO block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.VALUE_REST
@@ -74,7 +105,11 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, _full_start, _full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            first, count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, _full_start, _full_stop = problem.blocks(key)
         # Also for tiles that no query sees: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -85,33 +120,40 @@ def _load_wide(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc
         if R:
             tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
-        block = start
-        for g in range(problem.group):
-            head = first_head + g
-            if start < stop:
-                block = problem.meeting_block(block, start, stop)
-                slot, parity = slot_of(step, sm.STAGES)
-                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                send_number(sm.begin.index(slot), block)
-            for _ in range(start, stop):
-                row = block * 64
-                slot, parity = slot_of(step, sm.STAGES)
-                q_full = sm.q_full.index(slot)
-                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                mbarrier.expect(q_full, nbytes + stats_desc.block_type.nbytes)
-                tma_load(q0_desc, [batch, head, row, 0], q_full, sm.q0.index(slot))
-                tma_load(q1_desc, [batch, head, row, C], q_full, sm.q1.index(slot))
-                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
-                tma_load(stats_desc, stats_coord, q_full, sm.stats.index(slot))
-                dout_full = sm.dout_full.index(slot)
-                mbarrier.wait(sm.dout_empty.index(slot), parity ^ 1)
-                mbarrier.expect(dout_full, value_nbytes)
-                tma_load(dout0_desc, [batch, head, row, 0], dout_full, sm.dout0.index(slot))
-                if R:
-                    tma_load(dout1_desc, [batch, head, row, C], dout_full, sm.dout1.index(slot))
-                block = problem.next_block(block, start, stop)
-                step += 1
-                problem.tick(step)
+        if problem.TWO_SIDED:
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count, stop)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block * 2 + masked)
+                    _load_rows(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, first_head + g, block, step,
+                    )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
+                    step += 1
+                    problem.tick(step)
+        else:
+            block = start
+            for g in range(problem.group):
+                head = first_head + g
+                if start < stop:
+                    block = problem.meeting_block(block, start, stop)
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block)
+                for _ in range(start, stop):
+                    _load_rows(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, head, block, step,
+                    )  # fmt: skip
+                    block = problem.next_block(block, start, stop)
+                    step += 1
+                    problem.tick(step)
 
 
 @gluon.jit
@@ -187,11 +229,21 @@ def _score_step(sm, problem, k, dv0, dv1, step, block, key, masked):
     s = _product(sm, k, sm.k0, sm.k1, sm.q0.index(slot), sm.q1.index(slot), sm.REST)
     lse = sm.stats.index(slot).reshape([2, 64]).slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(0, deps=(s,))
-    mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    if problem.TWO_SIDED:  # what the producer says of the step is released with Q
+        number = receive_number(sm.begin.index(slot))
+        block = number >> 1
+        masked = (number & 1) != 0
+    else:
+        mbarrier.arrive(sm.q_empty.index(slot), count=1)
     if masked:
         keys = key + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
         s = gl.where(problem.visible(keys, rows), s, float("-inf"))
+        if problem.BEGINS:
+            begins = sm.begins.index(slot).reshape([64]).load(gl.SliceLayout(0, s_layout))
+            s = gl.where(keys[:, None] >= begins[None, :], s, float("-inf"))
+    if problem.TWO_SIDED:
+        mbarrier.arrive(sm.q_empty.index(slot), count=1)
     p_exact = gl.exp2(s * problem.scale_log2 - lse)
     p = p_exact.to(sm.q0.dtype)
     mbarrier.wait(sm.p_empty.index(0), (step & 1) ^ 1)
@@ -257,7 +309,11 @@ def _consume_scores(sm, problem, dv_desc):
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, full_start, full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            _first, _count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, full_start, full_stop = problem.blocks(key)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         if R:
             layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
@@ -266,7 +322,11 @@ def _consume_scores(sm, problem, dv_desc):
             dv1 = 0
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         k = _register_operand(sm, sm.k0)
-        if start < stop:
+        if problem.TWO_SIDED:
+            for _ in range(problem.group * stop):
+                dv0, dv1 = _score_step(sm, problem, k, dv0, dv1, step, 0, key, False)
+                step += 1
+        elif start < stop:
             for _g in range(problem.group):
                 slot, parity = slot_of(step, sm.STAGES)
                 mbarrier.wait(sm.q_full.index(slot), parity)
@@ -291,7 +351,11 @@ def _consume_gradients(sm, problem, dk_desc):
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, _full_start, _full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            _first, _count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, _full_start, _full_stop = problem.blocks(key)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)
@@ -308,18 +372,18 @@ def _consume_gradients(sm, problem, dk_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
-        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "in_step", "clock_ptr",
+        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
+        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
 def backward_wide(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dk_desc, dv_desc,
-    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
-    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
-    softmax_scale,
+    begins_desc, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
+    dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
+    stop_shift, in_step, clock_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
-    BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -346,6 +410,10 @@ def backward_wide(
     mbarrier.init(p_full.index(0), count=1)
     mbarrier.init(p_empty.index(0), count=1)
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    if BEGINS:
+        begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
+    else:
+        begins = begin
     p = gl.allocate_shared_memory(gl.float16, [64, 64], p_layout)
     q0 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, SPLIT], q0_desc.layout)
     q1 = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 64, REST], q1_desc.layout)
@@ -364,12 +432,17 @@ def backward_wide(
     sm = WideShared(
         q0, q1, dout0, dout1, k0, k1, v0, v1,
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout), p, kv_full, kv_empty, q_full,
-        q_empty, dout_full, dout_empty, p_full, p_empty, begin, SPLIT, REST, VALUE_REST, STAGES, HELD, ACCUMULATE,
+        q_empty, dout_full, dout_empty, p_full, p_empty, begin, begins, SPLIT, REST, VALUE_REST, STAGES, HELD,
+        ACCUMULATE,
     )  # fmt: skip
+    if not TWO_SIDED:
+        num_long = num_tiles  # not read
+        tiles_ptr = first_ptr
+        stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        scale_log2, softmax_scale, BOUNDS, 64, 64,
+        num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 64,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
@@ -378,7 +451,20 @@ def backward_wide(
             (_consume_gradients, (sm, problem, dk_desc)),
             (
                 _load_wide,
-                (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc),
+                (
+                    sm,
+                    problem,
+                    q0_desc,
+                    q1_desc,
+                    k0_desc,
+                    k1_desc,
+                    v0_desc,
+                    v1_desc,
+                    dout0_desc,
+                    dout1_desc,
+                    stats_desc,
+                    begins_desc,
+                ),
             ),
         ],
         [4, 1],

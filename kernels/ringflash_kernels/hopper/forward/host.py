@@ -12,10 +12,11 @@ import torch
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
-from ringflash_kernels.hopper.descriptors import cut, misaligned, tile_descriptor
+from ringflash_kernels.hopper.descriptors import block_descriptor, cut, misaligned, tile_descriptor
 from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kernel
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, NARROW_FORWARD_TILES, ForwardTiles, forward_tiles
 from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
@@ -116,19 +117,25 @@ def build_launch(
     if len(mask.regions) == 1:
         region = mask.regions[0]
         keys = (region.k_start, region.k_stop)
-        start = stop = table = None
+        ends = start = stop = table = stretches = None
         lower, upper = band_of(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
-        kind, lower, upper = "bounds", 0, 0
-        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
+        kind, lower, upper = "ends" if mask.is_two_sided else "bounds", 0, 0
+        ends = stretches = None
     q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
-    variant = _variant(tiles, kind, acc is not None, out.dtype)
+    starts = kind == "ends" and has_begins(mask)
+    variant = _variant(tiles, kind, acc is not None, starts, out.dtype)
     if kind == "bounds":
+        start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
         table = tile_table(mask, q.device, variant.tiles.rows, rows)
+    elif kind == "ends":
+        ends, start, stop = limits(mask, q.device, variant.tiles.rows, rows)
+        ends = block_descriptor(ends, (1, variant.tiles.block_n))
+        table, stretches, _ = walks(mask, q.device, rows, variant.tiles.rows, variant.tiles.block_n)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
@@ -136,13 +143,13 @@ def build_launch(
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
         *_descriptors(q, k, v, out, acc, variant.tiles),
-        lse, start, stop, table, counter,
+        ends, lse, start, stop, table, stretches, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size()),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
-    key = (head_dim, v.shape[3], kind, acc is not None, q.dtype, out.dtype)
+    key = (head_dim, v.shape[3], kind, acc is not None, starts, q.dtype, out.dtype)
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
@@ -170,10 +177,10 @@ def write_unseen_rows(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | 
 
 
 @functools.cache
-def _variant(tiles: ForwardTiles, mask: str, resume: bool, out_dtype: torch.dtype) -> ForwardVariant:
+def _variant(tiles: ForwardTiles, mask: str, resume: bool, starts: bool, out_dtype: torch.dtype) -> ForwardVariant:
     if tiles.stages_of_16_bits and not resume and out_dtype != torch.float32:
         tiles = replace(tiles, num_stages=tiles.stages_of_16_bits)
-    return ForwardVariant(tiles, mask, resume)
+    return ForwardVariant(tiles, mask, resume, starts)
 
 
 def band_of(region: Region) -> tuple[int, int]:

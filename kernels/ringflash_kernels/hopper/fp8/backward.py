@@ -185,11 +185,12 @@ class _Products(host.HopperBackward):
         in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
         with host.written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
-                self._launch(records, hop, group, dk, dv, adds)
+                self._launch(records, mask, hop, group, dk, dv, adds)
 
     def _launch(
         self,
         records: torch.Tensor,
+        mask: Mask,
         hop: HopRectangle,
         group: int,
         dk: torch.Tensor,
@@ -210,20 +211,24 @@ class _Products(host.HopperBackward):
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        begins, *tables = self._tables(mask, hop, dk.device, BLOCK_K, heads_together)
         _KEYS(
-            (head_dim, hop.has_bounds, fp8_gradients, _PROMOTE, dk.dtype, accumulate), num_tiles * num_groups,
+            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
+            num_tiles * num_groups,
             *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2],
-            *self._bounds(hop), hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
+            begins, *self._bounds(hop), *tables,
+            hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
+            self._in_step(hop, group), self.clock, 1.0, 1.0,
             STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.pieces == (64,), BOUNDS=hop.has_bounds, ACCUMULATE=accumulate,
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,
+            BEGINS=hop.has_begins, ACCUMULATE=accumulate,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

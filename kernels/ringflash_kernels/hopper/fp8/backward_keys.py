@@ -30,6 +30,7 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     pairs_in_e4m3,
     reinterpret,
+    settled,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -72,6 +73,7 @@ class Fp8KeysShared:
     q_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
+    begins: gl.shared_memory_descriptor
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
@@ -83,17 +85,45 @@ class Fp8KeysShared:
 
 
 @gluon.jit
-def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc):
-    """Producer: load K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
-    key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
+def _load_rows(
+    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
+):
+    """Load Q and dO, each twice, and their statistics of a block once both consumers have released the buffer."""
     query_bytes: gl.constexpr = (
         2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
     )
+    row = block * 64
+    slot, parity = slot_of(step, sm.STAGES)
+    full = sm.q_full.index(slot)
+    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+    mbarrier.expect(full, query_bytes + (64 * 4 if problem.BEGINS else 0))
+    tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
+    stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
+    tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
+    if problem.BEGINS:
+        tma_load(begins_desc, [0, row], full, sm.begins.index(slot))
+    tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
+    if sm.FP8_GRADIENTS:
+        tma_load(dout1_desc, [batch, head, 0, row], full, sm.dout1.index(slot))
+        tma_load(q1_desc, [batch, head, 0, row], full, sm.q1.index(slot))
+    else:
+        tma_load(dout1_desc, [batch, head, row, 0], full, sm.dout1.index(slot))
+        tma_load(q1_desc, [batch, head, row, 0], full, sm.q1.index(slot))
+
+
+@gluon.jit
+def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, begins_desc):
+    """Producer: load K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
+    key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, _full_start, _full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            first, count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, _full_start, _full_stop = problem.blocks(key)
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(full, 2 * key_bytes)
@@ -110,33 +140,40 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        block = start
-        for g in range(problem.group):
-            head = first_head + g
-            if start < stop:
-                block = problem.meeting_block(block, start, stop)
-                slot, parity = slot_of(step, sm.STAGES)
-                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                send_number(sm.begin.index(slot), block)
-            for _ in range(start, stop):
-                row = block * 64
-                slot, parity = slot_of(step, sm.STAGES)
-                full = sm.q_full.index(slot)
-                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                mbarrier.expect(full, query_bytes)
-                tma_load(q0_desc, [batch, head, row, 0], full, sm.q0.index(slot))
-                stats_coord = [batch * problem.num_heads + head, 0, problem.row_start + row]
-                tma_load(stats_desc, stats_coord, full, sm.stats.index(slot))
-                tma_load(dout0_desc, [batch, head, row, 0], full, sm.dout0.index(slot))
-                if sm.FP8_GRADIENTS:
-                    tma_load(dout1_desc, [batch, head, 0, row], full, sm.dout1.index(slot))
-                    tma_load(q1_desc, [batch, head, 0, row], full, sm.q1.index(slot))
-                else:
-                    tma_load(dout1_desc, [batch, head, row, 0], full, sm.dout1.index(slot))
-                    tma_load(q1_desc, [batch, head, row, 0], full, sm.q1.index(slot))
-                block = problem.next_block(block, start, stop)
-                step += 1
-                problem.tick(step)
+        if problem.TWO_SIDED:
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count, stop)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block * 2 + masked)
+                    _load_rows(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, first_head + g, block, step,
+                    )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
+                    step += 1
+                    problem.tick(step)
+        else:
+            block = start
+            for g in range(problem.group):
+                head = first_head + g
+                if start < stop:
+                    block = problem.meeting_block(block, start, stop)
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block)
+                for _ in range(start, stop):
+                    _load_rows(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, head, block, step,
+                    )  # fmt: skip
+                    block = problem.next_block(block, start, stop)
+                    step += 1
+                    problem.tick(step)
 
 
 @gluon.jit
@@ -206,7 +243,10 @@ def _store_ds(sm, tile, ds):
 def _step(
     sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
 ):
-    """Process one block of queries: P, dV, dS, dK of this block, and dQ of the previous one, at `dq_row`."""
+    """Process one block of queries: P, dV, dS, dK of this block, and dQ of the previous one, at `dq_row`.
+
+    If TWO_SIDED, the producer says which block it is and whether it is masked.
+    """
     C: gl.constexpr = sm.SPLIT
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
     slot, parity = slot_of(step, sm.STAGES)
@@ -218,11 +258,18 @@ def _step(
     zeros = gl.zeros([64, 64], gl.float32, s_layout)
 
     # S^T = K Q^T and dP^T = V dO^T
-    s_scale = gl.load(scale_ptr + block) * scales[0]
+    if not problem.TWO_SIDED:
+        s_scale = gl.load(scale_ptr + block) * scales[0]
     take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    if problem.TWO_SIDED:
+        number = receive_number(sm.begin.index(slot))
+        block = number >> 1
+        masked = (number & 1) != 0
+        s_scale = gl.load(scale_ptr + block) * scales[0]
 
     # P = exp(S - reference of the row)
     reference = stats.slice(0, 1, dim=0).load(s_layout)
@@ -235,10 +282,14 @@ def _step(
             inside = problem.within(rows, seen[0], seen[1])
         else:
             inside = problem.visible(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)), rows)
+        if problem.BEGINS:
+            begins = sm.begins.index(slot).reshape([64]).load(gl.SliceLayout(0, s_layout))
+            keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
+            inside = inside & (keys[:, None] >= begins[None, :])
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * s_scale - reference)
     p_operand = _as_operand(p, sm)
-    delta = stats.slice(1, 1, dim=0).load(s_layout) * scales[2]
+    delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
     if not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 
@@ -263,7 +314,7 @@ def _step(
     else:
         dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=(dk, dv, p_operand, ds_operand))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-    return dk, dv
+    return dk, dv, block
 
 
 @gluon.jit
@@ -328,7 +379,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
         pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        start, stop, full_start, full_stop = problem.blocks(key)
+        if problem.TWO_SIDED:
+            _first, _count, stop = problem.walk(index)
+            start = 0
+        else:
+            start, stop, full_start, full_stop = problem.blocks(key)
         tile_ptr = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
         of_tile = (gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), gl.load(tile_ptr + 5))
         coord = [batch, kv_head, key + W * 64]
@@ -358,9 +413,12 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             dq_row = head_row + start * 64
             kept = 0  # blocks whose products the registers hold
             for _g in range(problem.group):
-                slot, parity = slot_of(step, sm.STAGES)
-                mbarrier.wait(sm.q_full.index(slot), parity)
-                block = receive_number(sm.begin.index(slot))
+                if problem.TWO_SIDED:
+                    block = 0
+                else:
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_full.index(slot), parity)
+                    block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
                     if sm.FP8_GRADIENTS:
                         if kept == sm.PROMOTE:
@@ -369,14 +427,18 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                             dv = gl.zeros([64, C], gl.float32, layout)
                             kept = 0
                         kept += 1
-                    masked = (block < full_start) | (block >= full_stop)
-                    dk, dv = _step(
+                    if problem.TWO_SIDED:
+                        masked = False
+                    else:
+                        masked = (block < full_start) | (block >= full_stop)
+                    dk, dv, block = _step(
                         sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, of_tile, key, seen, masked,
                         dq_row, W,
                     )  # fmt: skip
                     step += 1
                     dq_row = head_row + block * 64
-                    block = problem.next_block(block, start, stop)
+                    if not problem.TWO_SIDED:
+                        block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, of_tile[3], W)
@@ -402,19 +464,20 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
-        "first_ptr", "stop_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows", "num_heads",
-        "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split", "second_shift",
-        "stop_shift", "in_step", "clock_ptr",
+        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
+        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
 def backward_keys_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
-    first_ptr, stop_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles,
-    heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, scale_log2,
-    softmax_scale,
+    begins_desc, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
+    dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
+    stop_shift, in_step, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
@@ -438,6 +501,10 @@ def backward_keys_fp8(
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
     begin = gl.allocate_shared_memory(gl.int32, [STAGES, 1], NUMBER)
+    if BEGINS:
+        begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
+    else:
+        begins = begin
     k0 = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     if FP8_GRADIENTS:
@@ -456,13 +523,17 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare,
-        kv_full, kv_empty, q_full, q_empty, ds_full, begin,
+        kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
+    if not TWO_SIDED:
+        num_long = num_tiles  # not read
+        tiles_ptr = first_ptr
+        stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, scale_log2,
-        softmax_scale, BOUNDS, 64, 2 * 64,
+        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, num_long,
+        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
     fence_async_shared()
@@ -472,7 +543,19 @@ def backward_keys_fp8(
             (_consume_second, (sm, problem, scales, dq_desc, dk_desc, dv_desc)),
             (
                 _load,
-                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc),
+                (
+                    sm,
+                    problem,
+                    q0_desc,
+                    q1_desc,
+                    dout0_desc,
+                    dout1_desc,
+                    k_desc,
+                    k8_desc,
+                    v8_desc,
+                    stats_desc,
+                    begins_desc,
+                ),
             ),
         ],
         [4, 1],

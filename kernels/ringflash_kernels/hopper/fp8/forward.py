@@ -34,6 +34,7 @@ from ringflash_kernels.hopper.compat import (
     largest_of_rows,
     mbarrier,
     reinterpret,
+    settled,
     tma_load,
     tma_store_wait,
     unfused_product,
@@ -51,10 +52,13 @@ from ringflash_kernels.hopper.forward.host import (
     tile_table,
     write_unseen_rows,
 )
-from ringflash_kernels.hopper.forward.kernel import (
+from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
+from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.pipeline import (
     Pointers,
     Problem,
     QueryRows,
+    announce_stretch,
     attend_nothing,
     decode,
     hide,
@@ -62,28 +66,28 @@ from ringflash_kernels.hopper.forward.kernel import (
     load_q,
     load_state,
     make_barriers,
-    matrices,
     merge_weights,
     nothing_yet,
     over_lanes,
+    own_q,
     pair,
     pass_block,
     pass_turn,
     publish,
-    q_tiles,
     receive,
+    received_tile,
     rescaled,
     ring_of,
     scaled,
     scores,
     slot,
     store_part,
+    stretch_at,
     take_turn,
     tiles_at,
     visible_keys,
 )
-from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask
 
 _LN2 = math.log(2.0)
@@ -105,6 +109,12 @@ class Fp8Variant:
     mask: str
     resume: bool
     row_max: bool = False
+    starts: bool = False
+
+    @property
+    def ends_bytes(self) -> int:
+        """Bytes of the ends that arrive with a record."""
+        return 4 * self.tiles.block_n if self.mask == "ends" else 0
 
     @property
     def slack(self) -> float:
@@ -137,15 +147,16 @@ class Fp8Shared(NamedTuple):
     ones: object
     stage: object
     ticket: object
+    ends: object
+    numbers: object
 
 
 class WarpgroupRows(NamedTuple):
-    """Query rows of a warpgroup: Q, the first row, the factor of its scores, and the limits of the visible keys.
+    """Query rows of a warpgroup: the first row, the factor of its scores, and the limits of the visible keys.
 
     Masked blocks compute the keys of each row again, because registers for them would be missing in all blocks.
     """
 
-    q: tuple
     first: int
     scale: float
     problem: Problem
@@ -173,37 +184,72 @@ def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: 
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+def load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, block, kv, count,
+                is_first, V: gl.constexpr):  # fmt: skip
+    """Load the next record, and Q after the first K, which need not wait for the previous tile's use of Q."""
+    NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
+    index, phase = slot(kv, V.tiles.num_stages)
+    full = barriers.k_full.index(index)
+    mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes + V.ends_bytes)
+    tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
+    load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
+    if V.mask == "ends":
+        tma_load(ends_desc, [0, block * V.tiles.block_n], full, shared.ends.index(index))
+    if is_first:
+        load_q(q_desc, shared, barriers, tile, count, V)
+    mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+    full = barriers.v_full.index(index)
+    mbarrier.expect(full, NUM_BYTES)
+    load_part(v_desc, tiles_at(shared.v, index, V), full, tile.batch, block, head_kv, V.tiles.parts[0], 0, V)
+
+
+@gluon.jit
+def walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count,
+                   V: gl.constexpr):  # fmt: skip
+    """Load the records of a tile's stretches, last to first; with the first of each say what the stretch is."""
+    for i in range(tile.num_stretches):
+        entry = pointers.stretches + (tile.stretch - i) * 4
+        begin = gl.load(entry)
+        end = gl.load(entry + 1)
+        masked = gl.load(entry + 2)
+        for j in range(end - begin):
+            index, phase = slot(kv, V.tiles.num_stages)
+            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+            if j == 0:
+                announce_stretch(index, begin, end, masked, shared)
+            load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, end - 1 - j, kv,
+                        count, i + j == 0, V)  # fmt: skip
+            kv += 1
+    return kv
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
     STAGES: gl.constexpr = V.tiles.num_stages
-    NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
     count = 0
     kv = 0
     ticket = gl.program_id(0)
     while ticket < problem.num_tiles:
         tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
-        publish(ticket, count, shared, barriers)
+        publish(ticket, tile.row, tile.num_blocks, count, shared, barriers, V)
         head_kv = tile.head // problem.heads_per_kv
-        for i in range(tile.num_blocks):
-            index, phase = slot(kv, STAGES)
-            block = block_of(tile, i, V)
-            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            full = barriers.k_full.index(index)
-            mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes)
-            tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
-            load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
-            if i == 0:  # after the first K, which need not wait until the previous tile has finished with Q
-                load_q(q_desc, shared, barriers, tile, count, V)
-            mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-            full = barriers.v_full.index(index)
-            mbarrier.expect(full, NUM_BYTES)
-            load_part(v_desc, tiles_at(shared.v, index, V), full, tile.batch, block, head_kv, V.tiles.parts[0], 0, V)
-            kv += 1
+        if V.mask == "ends":
+            kv = walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, pointers, tile, head_kv,
+                                kv, count, V)  # fmt: skip
+        else:
+            for i in range(tile.num_blocks):
+                index, phase = slot(kv, STAGES)
+                block = block_of(tile, i, V)
+                mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+                load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, block, kv,
+                            count, i == 0, V)  # fmt: skip
+                kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
-    publish(ticket, count, shared, barriers)
+    publish(ticket, 0, 0, count, shared, barriers, V)
     if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
@@ -237,12 +283,12 @@ def scale_of(tails, index, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def hidden(s, key, rows, V: gl.constexpr):
-    """Return S with -inf for keys that the row does not see."""
+def hidden(s, index, key, rows, shared, V: gl.constexpr):
+    """Return S with -inf for keys that the row does not see; see `hide`."""
     BM: gl.constexpr = V.tiles.block_m
-    index = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
-    start, stop = visible_keys(index, rows.problem, rows.pointers, V)
-    return hide(s, key, QueryRows(start, stop, rows.scale), V)
+    own = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
+    start, stop = visible_keys(own, rows.problem, rows.pointers, V)
+    return hide(s, index, key, QueryRows(start, stop, rows.scale, rows.first), shared, rows.pointers, V)
 
 
 @gluon.jit
@@ -256,14 +302,12 @@ def largest(s, V: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, reference, key, rows, factor, MASKED: gl.constexpr, V: gl.constexpr):
+def softmax(s, reference, factor, MASKED: gl.constexpr, V: gl.constexpr):
     """Return P' in the form of `e4m3_of_bits`, the new reference of O, and the factors of the previous O and of P' V.
 
     m is a row's largest score in this block, in log2 units. The reference may lag behind it by `slack`. So it rarely
     changes after the first blocks, and O is rarely rescaled.
     """
-    if MASKED:
-        s = hidden(s, key, rows, V)
     SLACK: gl.constexpr = V.slack
     block_max = largest(s, V) * factor
     new = gl.where(block_max - reference > SLACK, block_max, reference)
@@ -340,6 +384,7 @@ def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
     row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * per_lane(beta, row_sum)
     first = add_block(acc, beta * v_scale, product, 0, V)
     if len(V.tiles.parts) == 2:
+        first = settled(first)
         product = warpgroup_mma_wait(0, deps=(issue_values(p, v, 1, V),))
         parts = (first, add_block(acc, beta * v_scale, product, 1, V))
     else:
@@ -362,8 +407,7 @@ def step(
     reference,
     row_sum,
     kv,
-    i,
-    tile,
+    key,
     rows,
     shared,
     barriers,
@@ -371,16 +415,20 @@ def step(
     W: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Process block i from S to O += P' V, while the other warpgroups' products run."""
+    """Process the block at `key` from S to O += P' V, while the other warpgroups' products run."""
     index, phase = slot(kv, V.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = scores(rows.q, record_matrices(tiles_at(shared.k, index, V), V), V)
+    s = scores(own_q(shared, W, V), record_matrices(tiles_at(shared.k, index, V), V), V)
     pass_turn(kv, W, V)
     factor = rows.scale * scale_of(shared.tails, index, 0)
     v_scale = scale_of(shared.tails, index, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
+    if MASKED and V.mask == "ends":  # the ends are in the slot
+        s = hidden(s, index, key, rows, shared, V)
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    bits, reference, alpha, beta = softmax(s, reference, key_of(tile, i, V), rows, factor, MASKED, V)
+    if MASKED and V.mask != "ends":
+        s = hidden(s, index, key, rows, shared, V)
+    bits, reference, alpha, beta = softmax(s, reference, factor, MASKED, V)
     acc = rescaled(acc, alpha, V)
     row_sum = unfused_product(row_sum, per_lane(alpha, row_sum))
     mbarrier.wait(barriers.v_full.index(index), phase)
@@ -397,19 +445,35 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
     n = tile.num_blocks
     acc, reference, row_sum = nothing_yet(V)
     take_turn(kv, W, V)
-    if V.mask == "band":
-        for _ in range(n - tile.end_seen):
-            kv = leave_block(kv, shared, barriers, W, V)
-    for i in range(n - tile.end_seen, n - tile.end_full):
-        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
-    for i in range(n - tile.end_full, n - tile.first_full):
-        acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, False, W, V)
-    if V.mask != "none":
-        for i in range(n - tile.first_full, n - tile.first_seen):
-            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, i, tile, rows, shared, barriers, True, W, V)
-    if V.mask == "band":
-        for _ in range(tile.first_seen):
-            kv = leave_block(kv, shared, barriers, W, V)
+    if V.mask == "ends":
+        left = n
+        while left > 0:
+            index, phase = slot(kv, V.tiles.num_stages)
+            mbarrier.wait(barriers.k_full.index(index), phase)
+            end, num_masked, num_full = stretch_at(index, shared)
+            left -= num_masked + num_full
+            for j in range(num_masked):
+                key = (end - 1 - j) * V.tiles.block_n
+                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, V)
+            for _ in range(num_full):
+                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, 0, rows, shared, barriers, False, W, V)
+    else:
+        if V.mask == "band":
+            for _ in range(n - tile.end_seen):
+                kv = leave_block(kv, shared, barriers, W, V)
+        for i in range(n - tile.end_seen, n - tile.end_full):
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared, barriers,
+                                               True, W, V)  # fmt: skip
+        for i in range(n - tile.end_full, n - tile.first_full):
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared, barriers,
+                                               False, W, V)  # fmt: skip
+        if V.mask != "none":
+            for i in range(n - tile.first_full, n - tile.first_seen):
+                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared,
+                                                   barriers, True, W, V)  # fmt: skip
+        if V.mask == "band":
+            for _ in range(tile.first_seen):
+                kv = leave_block(kv, shared, barriers, W, V)
     pass_turn(kv, W, V)
     mbarrier.arrive(q_empty, count=1)
     inverse, lse = normalizer(row_sum, reference, V)
@@ -437,9 +501,9 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
     loads = 0
     if W == V.tiles.num_warpgroups - 1:
         pass_turn(count, W, V)  # the first turn of all
-    ticket = receive(count, shared, barriers)
+    ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
-        tile = decode(ticket, problem, pointers, W * BM, BM, V)
+        tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
         row = tile.row + W * BM
         row_index = row + gl.arange(0, BM, layout=row_layout)
         batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
@@ -450,7 +514,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
         q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
-        rows = WarpgroupRows(matrices(q_tiles(shared, W, V), V), row, q_scale * problem.scale, problem, pointers)
+        rows = WarpgroupRows(row, q_scale * problem.scale, problem, pointers)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
@@ -471,7 +535,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         if len(V.tiles.parts) == 2:
             loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
         count += 1
-        ticket = receive(count, shared, barriers)
+        ticket, row, num_blocks = receive(count, shared, barriers, V)
     if W == 0:
         take_turn(count, W, V)  # so that no barrier is left half full
     tma_store_wait(0)
@@ -493,7 +557,7 @@ def tile_of_ones(V: gl.constexpr):
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexpr):
+def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: gl.constexpr):
     """Allocate the shared memory of a program."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     STAGES: gl.constexpr = V.tiles.num_stages
@@ -504,20 +568,27 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, V: gl.constexp
     k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
-    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket)
+    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
+    if V.mask == "ends":
+        ends = gl.allocate_shared_memory(gl.int32, [STAGES] + ends_desc.block_shape, ends_desc.layout)
+        numbers = gl.allocate_shared_memory(gl.int32, [4 + 2 * STAGES, 1], NUMBER)
+    else:
+        ends = 0
+        numbers = 0
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends, numbers)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "lse", "start", "stop", "table", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k", "num_heads",
-        "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
+        "lse", "start", "stop", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
+        "num_heads", "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
         "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
-    q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc,
-    lse, start, stop, table, counter, q_scales, row_max,
+    q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc, ends_desc,
+    lse, start, stop, table, stretches, counter, q_scales, row_max,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
@@ -525,25 +596,25 @@ def forward_fp8(
     """FP8 attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
-    pointers = Pointers(lse, start, stop, table, counter)
+    pointers = Pointers(lse, start, stop, table, stretches, counter)
     q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
     q = pair(q_desc, q_desc, V)
     o = pair(o_desc, o_desc, V)
     acc = pair(acc_desc, acc_desc, V)
-    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, V)
+    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, ends_desc, V)
     barriers = make_barriers(V)
     if V.tiles.num_warpgroups == 2:
         gl.warp_specialize([
             (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
-            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V)),
         ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
             (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 2, V)),
-            (produce, (q, k_desc, v_desc, tail_desc, shared, barriers, problem, pointers, V)),
+            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V)),
         ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
 
 
@@ -612,7 +683,7 @@ def build_launch(
     """
     first, end = mask.q_span
     span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
-    start = stop = table = None
+    ends = start = stop = table = stretches = None
     lower = upper = 0
     region = mask.regions[0]
     if len(mask.regions) == 1 and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
@@ -620,34 +691,39 @@ def build_launch(
         lower, upper = band_of(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
     else:
-        kind = "bounds"
-        start, stop = (bound[slice(*span)] for bound in mask.bounds(rows.values.device))
+        kind = "ends" if mask.is_two_sided else "bounds"
     q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
     records = cut(records, 1, (keys[0] // BLOCK_K, -(-keys[1] // BLOCK_K)))
     out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
     batch, seqlen_q, num_heads, head_dim = q8.shape
     num_kv_heads, seqlen_k = records.shape[2], keys[1] - keys[0]
-    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None)
+    starts = kind == "ends" and has_begins(mask)
+    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None, starts)
     if kind == "bounds":
+        start, stop = (bound[slice(*span)] for bound in mask.bounds(q8.device))
         table = tile_table(mask, q8.device, variant.tiles.rows, span)
+    elif kind == "ends":
+        ends, start, stop = limits(mask, q8.device, variant.tiles.rows, span)
+        ends = block_descriptor(ends, (1, BLOCK_K))
+        table, stretches, _ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
-        lse, start, stop, table, counter, q_scales, lse if row_max is None else row_max,
+        ends, lse, start, stop, table, stretches, counter, q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    key = (head_dim, kind, acc is not None, row_max is not None, out.dtype)
+    key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype)
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
-def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool) -> Fp8Variant:
-    return Fp8Variant(tiles, mask, resume, row_max)
+def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool, starts: bool) -> Fp8Variant:
+    return Fp8Variant(tiles, mask, resume, row_max, starts)
 
 
 def _descriptors(

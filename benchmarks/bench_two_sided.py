@@ -1,0 +1,471 @@
+"""Kernels under two-sided masks: right against fp64, then fast beside the causal kernel at equal visible pairs.
+
+    python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--trials] [--dry]
+
+One Hopper GPU. TFLOP/s count visible pairs only; shares are those of the causal kernel with as many pairs, timed in
+turns with it. Each part stops at its own limit, and each line is printed as it is measured. `--dry` needs no GPU: it
+prints which share of the computed tiles is visible, and the host time for a new mask.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+
+from ringflash.attention import schedule  # noqa: E402
+from ringflash.sequence.mask import SequenceMask  # noqa: E402
+from ringflash_kernels.mask import Mask  # noqa: E402
+
+HEADS, KV_HEADS = 32, 8
+START = time.time()
+Run = Callable[[], object]
+
+
+# --------------------------------------------------------------------------------------------------------- masks
+
+
+def forest(lengths: list[int], parents: list[int], both: list[bool] | None = None, left: int = -1) -> SequenceMask:
+    """Return documents that continue others."""
+    bounds = [0]
+    for n in lengths:
+        bounds.append(bounds[-1] + n)
+    both = both or [False] * len(lengths)
+    return SequenceMask(bounds[-1], True, (left, -1), tuple(bounds), tuple(parents), tuple(both))
+
+
+def rollouts(groups: int, prompt: int, answers: int, length: int, left: int = -1) -> SequenceMask:
+    """Return groups of answers to a prompt each."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    for _ in range(groups):
+        root = len(lengths)
+        lengths += [prompt, *[length] * answers]
+        parents += [-1, *[root] * answers]
+    return forest(lengths, parents, left=left)
+
+
+def agents(total: int, seed: int = 0) -> SequenceMask:
+    """Return trunks of 12 turns; at a third of the turns, another continuation; the heaviest tree first."""
+    rng = random.Random(seed)
+    lengths: list[int] = []
+    parents: list[int] = []
+
+    def grow(parent: int, depth: int) -> None:
+        chain = []
+        for d in range(depth, 12):
+            n = min(int(math.exp(rng.uniform(math.log(256), math.log(4096)))), total - sum(lengths))
+            if n <= 0:
+                break
+            lengths.append(n)
+            parents.append(parent)
+            parent = len(lengths) - 1
+            chain.append((parent, d))
+        for node, d in reversed(chain[:-1]):
+            if rng.random() < 0.33 and sum(lengths) < total:
+                grow(node, d + 1)
+
+    while sum(lengths) < total:
+        grow(-1, 0)
+    return forest(lengths, parents)
+
+
+def documents(total: int, shortest: int, longest: int, seed: int = 0) -> SequenceMask:
+    """Return packed documents of log-uniform lengths."""
+    rng = random.Random(seed)
+    bounds = [0]
+    while bounds[-1] < total:
+        n = int(math.exp(rng.uniform(math.log(shortest), math.log(longest))))
+        bounds.append(min(total, bounds[-1] + n))
+    return SequenceMask(total, True, (-1, -1), tuple(bounds))
+
+
+def images(count: int, text: int, image: int) -> SequenceMask:
+    """Return text with spans that see both ways."""
+    return forest([text, image] * count, list(range(-1, 2 * count - 1)), [False, True] * count)
+
+
+def block_diffusion(blocks: int, size: int) -> SequenceMask:
+    """Return the clean copy, then the noisy blocks, last one first."""
+    parents = [*range(-1, blocks - 1), *range(blocks - 2, -2, -1)]
+    return forest([size] * 2 * blocks, parents, [True] * 2 * blocks)
+
+
+def whole(mask: SequenceMask) -> Mask:
+    """Return the mask of a sequence on one rank."""
+    return schedule.build(mask, 1, 0, "contiguous").hops[0].mask
+
+
+def gathered(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> Mask:
+    """Return the mask of a rank's queries and the keys that it gathers."""
+    return schedule.plan_gather(mask, cp_size, rank, layout).mask
+
+
+CASES: dict[str, Callable[[], Mask]] = {
+    "16 answers of 4k after 2k": lambda: whole(rollouts(1, 2048, 16, 4096)),
+    "8 answers of 4k after 32k": lambda: whole(rollouts(1, 32768, 8, 4096)),
+    "32 answers of 2k after 2k": lambda: whole(rollouts(1, 2048, 32, 2048)),
+    "8 x (8 answers of 900 after 1k)": lambda: whole(rollouts(8, 1000, 8, 900)),
+    "16 answers of 4k after 2k, window 2k": lambda: whole(rollouts(1, 2048, 16, 4096, left=2047)),
+    "512 answers of 96 after 16k": lambda: whole(rollouts(1, 16384, 512, 96)),
+    "agent trees": lambda: whole(agents(65536)),
+    "rank 5 of 8, balanced, agent trees of 512k": lambda: gathered(agents(524288), 8, 5, "balanced"),
+    "rank 5 of 8, zigzag, 16 x 30k after 32k": lambda: gathered(rollouts(1, 32768, 16, 30720), 8, 5, "zigzag"),
+    "block diffusion, blocks of 32": lambda: whole(block_diffusion(1024, 32)),
+    "image spans (one-sided)": lambda: whole(images(45, 1200, 256)),
+}
+
+
+def cost(mask: Mask) -> dict[str, float]:
+    """Return what the walks compute, and the host time for a new mask."""
+    from ringflash_kernels.hopper.walks import walks
+
+    began = time.perf_counter()
+    _ = mask.is_two_sided, mask.ends(), mask.begins()
+    side = mask.cached("transposed", mask.transposed)
+    side.bounds()
+    forward = walks(mask, torch.device("cpu"), mask.q_span, 128, 128)
+    backward = walks(side, torch.device("cpu"), (0, side.seqlen_q), 128, 64)
+    found: dict[str, float] = {"host_ms": 1e3 * (time.perf_counter() - began), "pairs": mask.num_visible}
+    for name, walk, area in (("forward", forward, 128 * 128), ("backward", backward, 128 * 64)):
+        blocks = (walk.stretches[:, 1] - walk.stretches[:, 0]).double()
+        found[f"{name}_visible"] = mask.num_visible / (float(blocks.sum()) * area)
+        found[f"{name}_masked"] = float((blocks * walk.stretches[:, 2]).sum() / blocks.sum())
+        found[f"{name}_stretches"] = len(walk.stretches) / len(walk.tiles)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- timing
+
+
+def timed_in_turns(runs: dict[str, Run], rounds: int = 5) -> dict[str, float]:
+    """Return the median seconds of each run. A sample follows a call of the same kernel, since power limits lag."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, run in runs.items():
+            run()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def draw(rows: int, heads: int, dim: int) -> torch.Tensor:
+    """Return a random operand."""
+    return torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+
+class Ours:
+    """Forward and backward of our kernels under a mask."""
+
+    def __init__(self, mask: Mask, dim: int, value_dim: int | None = None, **options: bool) -> None:
+        from ringflash_kernels.api import attention_forward
+
+        self.mask, self.options = mask, options
+        self.q, self.k = draw(mask.seqlen_q, HEADS, dim), draw(mask.seqlen_k, KV_HEADS, dim)
+        self.v = draw(mask.seqlen_k, KV_HEADS, value_dim or dim)
+        self.out, self.lse = attention_forward(self.q, self.k, self.v, impl="hopper", mask=mask)
+        self.dout = torch.randn_like(self.out)
+        self.dk, self.dv = torch.empty_like(self.k), torch.empty_like(self.v)
+        flops = 2 * HEADS * mask.num_visible / 1e12
+        columns = self.q.shape[3], self.v.shape[3]
+        self.flops = flops * sum(columns), flops * (3 * columns[0] + 2 * columns[1])
+
+    def forward(self) -> None:
+        """Launch the forward."""
+        from ringflash_kernels.api import attention_forward
+
+        attention_forward(self.q, self.k, self.v, impl="hopper", mask=self.mask, out=self.out, lse=self.lse)
+
+    def backward(self) -> None:
+        """Launch the backward."""
+        from ringflash_kernels.api import begin_backward
+
+        run = begin_backward(self.dout, self.q, self.out, self.lse, impl="hopper", **self.options)
+        run.add(self.k, self.v, self.mask, self.dk, self.dv, accumulate=False)
+        run.finish()
+
+
+def causal_of_equal_pairs(mask: Mask) -> Mask:
+    """Return the causal mask with about as many visible pairs."""
+    tokens = int((2 * mask.num_visible) ** 0.5) // 128 * 128
+    return Mask.band(tokens, tokens, causal=True)
+
+
+def speeds(contenders: dict[str, Ours]) -> dict[str, tuple[float, float]]:
+    """Return TFLOP/s of forward and backward of each contender."""
+    forward = timed_in_turns({name: x.forward for name, x in contenders.items()})
+    backward = timed_in_turns({name: x.backward for name, x in contenders.items()})
+    return {name: (x.flops[0] / forward[name], x.flops[1] / backward[name]) for name, x in contenders.items()}
+
+
+# -------------------------------------------------------------------------------------------------------- checks
+
+_DEEP = [300, 210, 150, 450, 105, 285], [-1, 0, 1, 1, 0, 4], [False, False, True, False, False, False]
+_WINDOW = partial(forest, *_DEEP, left=250)
+
+
+def _check(mask: Mask, dim: int, value_dim: int | None = None, **options) -> float:
+    """Return the largest share of the tolerance that our kernels use: see ringflash.testing.tolerance."""
+    from ringflash.testing.tolerance import assert_close
+    from ringflash_kernels.api import attention_forward, begin_backward
+
+    assert mask.is_two_sided
+    q, k, v = draw(mask.seqlen_q, 4, dim), draw(mask.seqlen_k, 2, dim), draw(mask.seqlen_k, 2, value_dim or dim)
+    dout = torch.randn_like(q[..., : value_dim or dim])
+    found = []
+    for impl, cast in (("hopper", torch.bfloat16), ("reference", torch.float64), ("reference", torch.bfloat16)):
+        operands = [x.to(cast) for x in (q, k, v)]
+        out, lse = attention_forward(*operands, impl=impl, mask=mask)
+        run = begin_backward(dout.to(cast), operands[0], out, lse, impl=impl, **(options if impl == "hopper" else {}))
+        dk, dv = torch.empty_like(operands[1]), torch.empty_like(operands[2])
+        run.add(*operands[1:], mask, dk, dv, accumulate=False)
+        found.append({"out": out, "lse": lse, "dq": run.finish(), "dk": dk, "dv": dv})
+    return max(ratio.maximum for ratio in assert_close(*found, num_chunks=2))
+
+
+def _check_fp8(mask: Mask, dim: int, products: tuple[str, ...]) -> float:
+    """Return the largest difference from the specification, as a share of a result's norm; at most 0.012."""
+    from ringflash_kernels.api import attention_backward, attention_forward
+
+    q, k, v = draw(mask.seqlen_q, 4, dim), draw(mask.seqlen_k, 2, dim), draw(mask.seqlen_k, 2, dim)
+    dout, worst = torch.randn_like(q), 0.0
+    row_max = torch.empty(1, 4, mask.seqlen_q, device="cuda")
+    state = attention_forward(q, k, v, impl="reference_fp8", mask=mask, row_max=row_max)
+    pairs = [(attention_forward(q, k, v, impl="hopper_fp8", mask=mask)[0], state[0])]
+    for name in products:
+        options = {"mask": mask, "fp8_backward": name, "row_max": row_max}
+        found = (
+            attention_backward(dout, q, k, v, *state, impl=impl, **options) for impl in ("hopper_fp8", "reference_fp8")
+        )
+        pairs += zip(*found, strict=True)
+    for got, want in pairs:
+        worst = max(worst, float((got.double() - want.double()).norm() / want.double().norm()))
+    assert worst <= 0.012, worst
+    return worst
+
+
+_PRODUCTS = ("bf16", "fp8_scores", "fp8")
+CHECKS: dict[str, list[Callable[[], object]]] = {
+    "hd128": [
+        lambda: _check(whole(forest(*_DEEP)), 128),
+        lambda: _check(whole(_WINDOW()), 128),
+        lambda: _check(whole(rollouts(3, 200, 6, 90)), 128),
+        lambda: _check(whole(block_diffusion(20, 32)), 128),
+        lambda: _check(gathered(forest(*_DEEP), 2, 1, "zigzag"), 128),
+    ],
+    "hd64": [lambda: _check(whole(forest(*_DEEP)), 64), lambda: _check(whole(_WINDOW()), 64)],
+    "hd96": [lambda: _check(whole(forest(*_DEEP)), 96), lambda: _check(whole(_WINDOW()), 96)],
+    "hd192": [lambda: _check(whole(forest(*_DEEP)), 192), lambda: _check(whole(_WINDOW()), 192)],
+    "hd192/128": [lambda: _check(whole(forest(*_DEEP)), 192, 128), lambda: _check(whole(_WINDOW()), 192, 128)],
+    "hd256": [lambda: _check(whole(forest(*_DEEP)), 256), lambda: _check(whole(_WINDOW()), 256)],
+    "fp8 hd64": [lambda: _check_fp8(whole(_WINDOW()), 64, _PRODUCTS)],
+    "fp8 hd128": [
+        lambda: _check_fp8(whole(_WINDOW()), 128, _PRODUCTS),
+        lambda: _check_fp8(whole(forest(*_DEEP)), 128, _PRODUCTS),
+    ],
+    "fp8 hd256": [lambda: _check_fp8(whole(_WINDOW()), 256, ("bf16",))],
+    "deterministic": [
+        lambda: _check(whole(forest(*_DEEP)), 128, deterministic=True),
+        lambda: _check(whole(_WINDOW()), 64, deterministic=True),
+        lambda: same_bits(whole(rollouts(2, 2000, 16, 700)), 128),
+    ],
+}
+
+
+def same_bits(mask: Mask, dim: int) -> None:
+    """Raise unless the deterministic backward gives the same bits ten times."""
+    run = Ours(mask, dim, deterministic=True)
+    found = []
+    for _ in range(10):
+        run.backward()
+        found.append((run.dk.clone(), run.dv.clone()))
+    assert all(torch.equal(a, b) for x in found for a, b in zip(x, found[0], strict=True))
+
+
+def check_in_parallel(note: Callable[..., None], limit: float) -> None:
+    """Run the groups of checks in processes of their own, which compile at the same time."""
+    command = [sys.executable, __file__, "--check"]
+    running = {
+        name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for name in CHECKS
+    }
+    began = time.time()
+    for name, process in running.items():
+        try:
+            text, _ = process.communicate(timeout=max(1.0, limit - (time.time() - began)))
+            lines = text.strip().splitlines() or [""]
+            note(
+                check=name,
+                passed=process.returncode == 0,
+                said="\n".join(lines[-1 if process.returncode == 0 else -6 :]),
+            )
+        except subprocess.TimeoutExpired:
+            process.kill()
+            note(check=name, passed=False, said=f"not finished after {limit:.0f} s")
+    note(seconds_of_checks=round(time.time() - began, 1))
+
+
+# -------------------------------------------------------------------------------------------------- flex_attention
+
+
+def flex(mask: Mask, dim: int, backend: str | None) -> tuple[float, float]:
+    """Return TFLOP/s of flex_attention with a BlockMask; backend "FLASH" is flash-attn-4."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (start, stop), ends = mask.bounds("cuda"), mask.ends().cuda()
+
+    def visible(b, h, i, j):
+        return (j >= start[i]) & (j < stop[i]) & (i < ends[j])
+
+    blocks = torch.compile(create_block_mask)(visible, None, None, mask.seqlen_q, mask.seqlen_k, device="cuda")
+    sizes = (mask.seqlen_q, HEADS), (mask.seqlen_k, KV_HEADS), (mask.seqlen_k, KV_HEADS)
+    q, k, v = (draw(rows, heads, dim).transpose(1, 2).requires_grad_() for rows, heads in sizes)
+    options = None if backend is None else {"BACKEND": backend}
+    attend = torch.compile(partial(flex_attention, block_mask=blocks, enable_gqa=True, kernel_options=options))
+    flops = 4 * dim * HEADS * mask.num_visible / 1e12
+    with torch.no_grad():
+        forward = timed_in_turns({"": lambda: attend(q, k, v)})[""]
+    out = attend(q, k, v)
+    dout = torch.randn_like(out)
+    backward = timed_in_turns({"": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)})[""]
+    return flops / forward, 2.5 * flops / backward
+
+
+# ---------------------------------------------------------------------------------------------------------- trials
+
+
+def trials(note: Callable[..., None], late: Callable[[float], bool]) -> None:
+    """Time launch orders: tiles near one another together or by length only, long tiles of all heads first or not."""
+    from ringflash_kernels.hopper import walks
+    from ringflash_kernels.hopper.backward.host import HopperBackward
+
+    far = 1 << 30
+    settings = {
+        "by length": (far, far), "near 64": (64, far), "long first": (far, 0.5), "near 64, long first": (64, 0.5),
+        "near 32, long first": (32, 0.5), "near 64, long of 0.25 first": (64, 0.25),
+    }  # fmt: skip
+    in_step = HopperBackward._in_step
+    for name in list(CASES)[:8]:
+        if late(110):
+            return
+        contenders = {}
+        for setting, (near, share) in settings.items():
+            walks.NEAR_TILES, walks.LONG_SHARE = near, share
+            contenders[setting] = Ours(CASES[name](), 128)
+            contenders[setting].backward()  # the tables are made now
+            if len(contenders) > 1:
+                first = contenders["by length"]
+                contenders[setting].__dict__ |= {x: first.__dict__[x] for x in ("q", "k", "v", "dout", "dk", "dv")}
+        found = speeds(contenders)
+        best = contenders["near 64, long first"]
+        walks.NEAR_TILES, walks.LONG_SHARE = 64, 0.5
+        HopperBackward._in_step = lambda self, hop, group: 0
+        found["not in step"] = (0.0, best.flops[1] / timed_in_turns({"": best.backward})[""])
+        HopperBackward._in_step = lambda self, hop, group: 1
+        found["in step"] = (0.0, best.flops[1] / timed_in_turns({"": best.backward})[""])
+        HopperBackward._in_step = in_step
+        note(trial=name, **{key: "{:.0f} {:.0f}".format(*x) for key, x in found.items()})
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Run the parts in the order of their importance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--seconds", type=float, default=200)
+    parser.add_argument("--trials", action="store_true", help="also time launch orders")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--check", choices=CHECKS, help="only check one group")
+    options = parser.parse_args()
+    results: list[dict] = []
+
+    def note(**row) -> None:
+        row = {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}
+        results.append(row)
+        print(json.dumps(row), flush=True)
+        if options.json:
+            Path(options.json).write_text(json.dumps(results, indent=1))
+
+    if options.dry:
+        for name, make in CASES.items():
+            note(case=name, **cost(make()))
+        return
+    torch.manual_seed(0)
+    if options.check:
+        print("ratios", [check() for check in CHECKS[options.check]])
+        return
+    properties = torch.cuda.get_device_properties(0)
+    note(device=properties.name, torch=torch.__version__)
+    check_in_parallel(note, options.seconds * 0.4)
+
+    def late(seconds: float = options.seconds) -> bool:
+        return time.time() - START > min(seconds, options.seconds)
+
+    if options.trials:
+        trials(note, late)
+    for name, make in CASES.items():
+        if late(options.seconds * 0.75):
+            break
+        mask = make()
+        (mine, causal) = speeds({"ours": Ours(mask, 128), "causal": Ours(causal_of_equal_pairs(mask), 128)}).values()
+        note(case=name, forward=mine[0], backward=mine[1], causal_forward=causal[0], causal_backward=causal[1],
+             forward_share=mine[0] / causal[0], backward_share=mine[1] / causal[1])  # fmt: skip
+    mask = CASES["16 answers of 4k after 2k"]()
+    others = {
+        "head_dim 64": {"dim": 64}, "deterministic": {"dim": 128, "deterministic": True}, "head_dim 96": {"dim": 96},
+        "head_dim 256": {"dim": 256}, "head_dim 192/128": {"dim": 192, "value_dim": 128},
+    }  # fmt: skip
+    for name, arguments in others.items():
+        if late(options.seconds * 0.8):
+            break
+        pair = {"ours": Ours(mask, **arguments), "causal": Ours(causal_of_equal_pairs(mask), **arguments)}
+        (mine, causal) = speeds(pair).values()
+        note(case=f"16 answers of 4k after 2k, {name}", forward=mine[0], backward=mine[1],
+             forward_share=mine[0] / causal[0], backward_share=mine[1] / causal[1])  # fmt: skip
+    # May the two-sided kernels replace those of packed documents? The same masks by both.
+    for shortest, longest in ((128, 32768), (1024, 16384)):
+        if late(options.seconds * 0.85):
+            break
+        mask = whole(documents(65536, shortest, longest))
+        forced = Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)
+        forced.__dict__["is_two_sided"] = True
+        (bounds, ends) = speeds({"bounds": Ours(mask, 128), "ends": Ours(forced, 128)}).values()
+        note(case=f"documents of {shortest} to {longest}", bounds_forward=bounds[0], bounds_backward=bounds[1],
+             ends_forward=ends[0], ends_backward=ends[1])  # fmt: skip
+    for backend in (None, "FLASH"):
+        for name in ("8 x (8 answers of 900 after 1k)", "16 answers of 4k after 2k, window 2k", "agent trees"):
+            if late():
+                break
+            contender = f"flex_attention {backend or 'triton'}"
+            try:
+                torch._dynamo.reset()
+                forward, backward = flex(CASES[name](), 128, backend)
+                note(case=name, contender=contender, forward=forward, backward=backward)
+            except Exception as error:  # not installed, or it refuses the mask: say which
+                note(case=name, contender=contender, error=f"{type(error).__name__}: {str(error)[:200]}")
+                break
+    note(seconds=time.time() - START)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Spans of tokens that see one another, such as images and prefixes, as transformers describes them to a layer.
+
+A model makes mask functions of `token_type_ids`. On a ring it sees those of its shard only, in which spans are cut. So
+the documents in cu_seqlens say which keys a query sees. The mask function says how a layer uses spans, and its numbers
+of spans are compared with the documents (`consistency`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ringflash.sequence.layout import read_documents
+from ringflash.sequence.mask import Documents
+
+
+class Use(Enum):
+    """What a layer makes of spans."""
+
+    WITHIN_WINDOW = "causal or in the same span, and in the window"
+    BEYOND_WINDOW = "causal and in the window, or in the same span"
+    NONE = "causal"
+
+
+class LayerSpans(Tensor):
+    """Attention mask that layers get if the model's mask function has spans: numbers of spans, (batch, 1, 1, seqlen).
+
+    It is a tensor of four dimensions, because models hand masks of other types or dimensions to transformers again.
+
+    Attributes:
+        use: what the layer makes of spans.
+        mask: (batch, seqlen_local), of padding, or None.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    use: Use
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, ids: Tensor, use: Use, mask: Tensor | None) -> LayerSpans:
+        """Return the mask of numbers (batch, seqlen_local), -1 for text, as the model has them for its shard."""
+        spans = ids[:, None, None].as_subclass(cls)
+        spans.use, spans.mask = use, mask
+        return spans
+
+    @property
+    def ids(self) -> Tensor:
+        """Numbers of spans, (batch, seqlen_local)."""
+        return self.as_subclass(Tensor)[:, 0, 0]
+
+    def find_error(self, cu_seqlens: Tensor | None, window: int | None) -> NotImplementedError | None:
+        """Return the error for spans beyond the window of a layer, or None."""
+        if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
+            return None
+        longest = max(_lengths_of_spans(read_documents(cu_seqlens)), default=0)
+        if longest <= window:
+            return None
+        return NotImplementedError(
+            f"spans must not be longer than the window of a layer ({window}) that sees all of a span beyond it, got "
+            f"{longest} tokens; use a longer window, or a model that limits spans to the window (Gemma 3)."
+        )
+
+
+@torch.compiler.disable(reason="the parts of a function are read")
+def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor | None) -> LayerSpans | None:
+    """Return what a mask function of transformers says of spans; None if it is causal, windowed or full.
+
+    Args:
+        use_vmap: it has parts that the model adds.
+        mask: of padding, for the result.
+    Raises:
+        NotImplementedError: it has other parts than causality, a window and spans.
+    """
+    ids: list[Tensor] = []
+    form = _form(mask_function, ids)
+    if not use_vmap and not ids and getattr(mask_function, "__name__", "") in _PLAIN:
+        return None
+    use = _USES.get(form)
+    if use is None:
+        raise NotImplementedError(
+            "mask_function must be causal, sliding window or full, also with spans that see themselves, got one that "
+            "the model changes; leave token_type_ids out if the model takes them, or use another attn_implementation "
+            "for this model."
+        )
+    return LayerSpans.of(ids[0], use, mask)
+
+
+_PLAIN = ("causal_mask_function", "bidirectional_mask_function", "and_mask")
+_OVERLAYS = {
+    "causal_mask_function": "causal",
+    "sliding_window_overlay.<locals>.inner_mask": "window",
+    "packed_sequence_mask_function.<locals>.inner_mask": "packed",
+    "blockwise_overlay.<locals>.inner_mask": "spans",
+}
+_USES = {
+    ("or", "causal", "spans"): Use.WITHIN_WINDOW,
+    ("and", ("or", "causal", "spans"), "window"): Use.WITHIN_WINDOW,
+    ("or", ("and", "causal", "window"), "spans"): Use.BEYOND_WINDOW,
+}
+
+
+def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
+    """Return the form of a mask function: a name, or "and" or "or" with those of its parts; append numbers of spans.
+
+    Packed documents are found in jumps of positions, which every shard has: they are left out.
+    """
+    name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+    held = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    if name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
+        return _form(held["mask_function"].cell_contents, ids)
+    if name in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
+        parts = [_form(part, ids) for part in held["mask_functions"].cell_contents]
+        parts = [part for part in parts if part != "packed"]
+        if len(parts) == 1:
+            return parts[0]
+        operation = "and" if name.startswith("and") else "or"
+        return (operation, *(sorted(parts) if all(isinstance(part, str) for part in parts) else parts))
+    if name == "blockwise_overlay.<locals>.inner_mask":
+        ids.append(held["block_sequence_ids"].cell_contents)
+    return _OVERLAYS.get(name, name)
+
+
+def say_of_other_layers(masks: Any) -> Any:
+    """Return a model's masks by type of layer, in which layers without spans are told that other layers have some.
+
+    Without that, such a layer would follow the documents, in which spans are bidirectional.
+    """
+    if not isinstance(masks, dict):
+        return masks
+    spans = next((mask for mask in masks.values() if isinstance(mask, LayerSpans)), None)
+    if spans is None:
+        return masks
+    return {
+        kind: mask if isinstance(mask, LayerSpans) else LayerSpans.of(spans.ids, Use.NONE, mask)
+        for kind, mask in masks.items()
+    }
+
+
+def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return a bool scalar: the spans of a shard are the bidirectional documents of cu_seqlens. The host reads no ids.
+
+    Numbers are those of the spans in the shard, or all 0 if each tree of documents has one span at most.
+
+    Args:
+        ids: (1, seqlen_local), as `LayerSpans`.
+        positions: (seqlen_local,), global.
+    """
+    documents = None if cu_seqlens is None else read_documents(cu_seqlens)
+    if documents is None or documents.bidirectional is None:
+        return (ids < 0).all()
+    bounds = torch.tensor(documents.bounds, device=positions.device)
+    document = torch.searchsorted(bounds, positions, right=True) - 1
+    inside = torch.tensor(documents.bidirectional, device=positions.device)[document]
+    begins = inside.clone()
+    begins[1:] &= ~inside[:-1]
+    fit = (ids == torch.where(inside, begins.cumsum(0) - 1, -1)).all()
+    return fit | (ids == torch.where(inside, 0, -1)).all() if _have_one_span(documents) else fit
+
+
+def _lengths_of_spans(documents: Documents) -> list[int]:
+    both = documents.bidirectional or ()
+    return [documents.bounds[i + 1] - documents.bounds[i] for i, spans in enumerate(both) if spans]
+
+
+def _have_one_span(documents: Documents) -> bool:
+    """Return True if no path has two bidirectional documents."""
+    counts: list[int] = []
+    for i, both in enumerate(documents.bidirectional or ()):
+        parent = -1 if documents.parents is None else documents.parents[i]
+        counts.append(int(both) + (counts[parent] if parent >= 0 else 0))
+    return max(counts, default=0) <= 1
+
+
+_causal: dict[int, tuple[ref[Tensor], int, Tensor]] = {}  # id: a table, its version, `without_directions` of it
+
+
+def without_directions(cu_seqlens: Tensor | None) -> Tensor | None:
+    """Return a table without bidirectional documents, made once for the layers of a forward."""
+    if cu_seqlens is None or cu_seqlens.dim() == 1:
+        return cu_seqlens
+    known = _causal.get(id(cu_seqlens))
+    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
+        _causal.clear()
+        table = cu_seqlens.clone()
+        table[2] = 0
+        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, table)
+    return known[2]

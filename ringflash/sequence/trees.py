@@ -1,0 +1,178 @@
+"""Documents that continue one another, from what users have: rollouts that share prefixes, and spans of images.
+
+    rollouts   p q r s a b        packed      p q r   s a b   s c d e
+               p q r s c d e      parents     (-1, 0, 0)
+                                  positions   0 1 2   3 4 5   3 4 5 6
+                                  labels      q r s   a b .   c d e .
+
+A token whose successors differ begins each document that continues it: so every row has one label, and every token of
+a rollout but the first is predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringflash.sequence.layout import document_table, read_documents
+from ringflash.sequence.padding import IGNORE_INDEX
+
+
+class SharedPrefixes(NamedTuple):
+    """Sequences packed so that tokens of a common prefix occur once.
+
+    input_ids, position_ids: (1, num_tokens).
+    cu_seqlens: the documents, as `ringflash.document_table`.
+    labels: (1, num_tokens), the successor of each token, or -100 at the ends of sequences.
+    rows: for each sequence, the row of each of its tokens but the last, whose label is the next token.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    labels: Tensor
+    rows: tuple[Tensor, ...]
+
+    def unpack(self, values: Tensor) -> list[Tensor]:
+        """Return the values of each sequence's tokens but the last, such as log-probabilities of the labels.
+
+        Args:
+            values: (num_tokens,) or (1, num_tokens), also with padding after them. A gradient of the results is summed
+                over the sequences that share a row.
+        """
+        flat = values.flatten()
+        return [flat[rows.to(flat.device)] for rows in self.rows]
+
+
+class _Node(NamedTuple):
+    tokens: np.ndarray
+    parent: int  # index in order of creation
+    sequences: list[int]  # that pass through it
+    start: int  # position of its first token in these sequences
+
+
+def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: int = 1) -> SharedPrefixes:
+    """Pack sequences depth first, each common prefix once.
+
+    The largest tree comes first among those that continue one document: then the path of any document is at most
+    1 + log2(documents) pieces of the packed sequence. The result is the same on all ranks, and on the CPU.
+
+    Args:
+        sequences: token ids, each of one token or more, of which equal ones are packed once.
+        min_shared: shorter common continuations are not shared. Short documents leave parts of kernels' tiles empty.
+    Raises:
+        ValueError: no sequences, or an empty one.
+    """
+    ids = [np.asarray(x.cpu() if isinstance(x, Tensor) else x, dtype=np.int64) for x in sequences]
+    if not ids or any(len(x) == 0 for x in ids):
+        raise ValueError("sequences must hold one token or more each, got an empty one or none; leave it out.")
+    nodes = _grow(ids, max(1, min_shared))
+    order = _depth_first(nodes)
+    place = {node: index for index, node in enumerate(order)}
+    bounds = np.cumsum([0, *(len(nodes[node].tokens) for node in order)])
+    parents = [place.get(nodes[node].parent, -1) for node in order]
+    tokens = np.concatenate([nodes[node].tokens for node in order])
+    positions = np.concatenate([nodes[node].start + np.arange(len(nodes[node].tokens)) for node in order])
+    labels = np.append(tokens[1:], IGNORE_INDEX)
+    labels[bounds[1:] - 1] = IGNORE_INDEX
+    rows: list[list[np.ndarray]] = [[] for _ in ids]
+    for index, node in enumerate(order):
+        first, end = bounds[index], bounds[index + 1]
+        if parents[index] >= 0:
+            labels[bounds[parents[index] + 1] - 1] = tokens[first]
+        for sequence in nodes[node].sequences:
+            rows[sequence].append(np.arange(first, min(end, first + len(ids[sequence]) - 1 - nodes[node].start)))
+    return SharedPrefixes(
+        torch.from_numpy(tokens)[None],
+        torch.from_numpy(positions)[None],
+        document_table(torch.from_numpy(bounds).int(), torch.tensor(parents, dtype=torch.int32)),
+        torch.from_numpy(labels)[None],
+        tuple(torch.from_numpy(np.concatenate(x)) for x in rows),
+    )
+
+
+def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
+    """Return the documents, each after the one that it continues."""
+    nodes: list[_Node] = []
+    groups = _by_token(ids, range(len(ids)), 0)
+    todo = [(group, 0, 0, -1) for group in groups]
+    while todo:
+        group, start, known, parent = todo.pop()  # they agree up to `known`, and are packed up to `start`
+        stop = _common(ids, group, known)
+        longer = [member for member in group if len(ids[member]) > stop]
+        ended = [member for member in group if len(ids[member]) == stop]  # these are equal
+        if longer and stop - 1 - start >= min_shared:
+            nodes.append(_Node(ids[group[0]][start : stop - 1], parent, group, start))
+            start, parent = stop - 1, len(nodes) - 1
+        elif ended:
+            nodes.append(_Node(ids[ended[0]][start:stop], parent, ended, start))
+        todo += [(part, start, stop, parent) for part in _by_token(ids, longer, stop)]
+    return nodes
+
+
+def _by_token(ids: list[np.ndarray], members: Sequence[int], position: int) -> list[list[int]]:
+    """Divide sequences by their token at a position."""
+    groups: dict[int, list[int]] = {}
+    for member in members:
+        groups.setdefault(int(ids[member][position]), []).append(member)
+    return list(groups.values())
+
+
+def _common(ids: list[np.ndarray], group: list[int], start: int) -> int:
+    """Return the position up to which the sequences of a group agree."""
+    stop = min(len(ids[member]) for member in group)
+    first = ids[group[0]]
+    for member in group[1:]:
+        differ = np.flatnonzero(ids[member][start:stop] != first[start:stop])
+        stop = start + int(differ[0]) if len(differ) else stop
+    return stop
+
+
+def _depth_first(nodes: list[_Node]) -> list[int]:
+    """Order nodes depth first, the largest tree first."""
+    children: dict[int, list[int]] = {}
+    for index, node in enumerate(nodes):
+        children.setdefault(node.parent, []).append(index)
+    size = [len(node.tokens) for node in nodes]
+    for index in reversed(range(len(nodes))):  # parents are created before their children
+        if nodes[index].parent >= 0:
+            size[nodes[index].parent] += size[index]
+    order: list[int] = []
+    stack = sorted(children.get(-1, []), key=lambda i: size[i])
+    while stack:
+        index = stack.pop()
+        order.append(index)
+        stack += sorted(children.get(index, []), key=lambda i: size[i])
+    return order
+
+
+def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return the documents of a causal sequence with spans that are seen in both directions, as `document_table`.
+
+    Args:
+        block_sequence_ids: (seqlen,), as transformers makes them of `token_type_ids`: -1 for text; tokens of one number
+            see one another.
+        cu_seqlens: (num_documents + 1,), int32, bounds of packed documents.
+    Raises:
+        NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
+    """
+    ids = block_sequence_ids.cpu()
+    bounds = torch.tensor(
+        [0, len(ids)] if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
+    )
+    changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
+    cuts = torch.cat([bounds, changes]).unique()
+    kinds = ids[cuts[:-1].long()]
+    spans = kinds[kinds >= 0]
+    if len(spans.unique()) < len(spans):
+        raise NotImplementedError(
+            "block_sequence_ids must number each span of neighbours differently, got one number in two spans; number "
+            "them by document and span."
+        )
+    begins = torch.isin(cuts[:-1], bounds)
+    parents = torch.where(begins, -1, torch.arange(-1, len(kinds) - 1))
+    return document_table(cuts.int(), parents.int(), kinds >= 0)

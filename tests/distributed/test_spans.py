@@ -1,0 +1,171 @@
+"""Images and prefixes whose tokens see one another: transformers models on a ring equal transformers' own masks.
+
+gloo, 2 and 3 CPU processes, fp64; needs the huggingface extra.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import ringflash
+from ringflash import huggingface
+from ringflash.comm.seeding import seeded
+from tests.helpers.pool import Context, on_ranks
+
+pytest.importorskip("transformers")
+
+LENGTH = 36
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+TOWER = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+    "patch_size": 4, "projection_dim": 32, "vocab_size": 32,
+}  # fmt: skip
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 8}
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, name of token types, changes of the text
+    "gemma3": ("Gemma3ForConditionalGeneration", "token_type_ids", WINDOW),
+    "gemma4": (
+        "Gemma4ForConditionalGeneration",
+        "mm_token_type_ids",
+        WINDOW
+        | {"use_bidirectional_attention": "vision", "global_head_dim": 8, "vocab_size_per_layer_input": 61,
+           "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
+    ),
+    "paligemma": ("PaliGemmaForConditionalGeneration", "token_type_ids", {"model_type": "gemma"}),
+    "paligemma2": (
+        "PaliGemmaForConditionalGeneration",
+        "token_type_ids",
+        {"model_type": "gemma2", "sliding_window": 20} | UNCAPPED,
+    ),
+}  # fmt: skip
+
+
+def build(kind: str, impl: str) -> Any:
+    """A tiny model of images and text; without images its tower never runs."""
+    import transformers
+
+    huggingface.register()
+    name, _, text = KINDS[kind]
+    family = kind.rstrip("2")
+    towers: dict[str, Any] = {
+        "vision_config": TOWER | ({"model_type": "siglip_vision_model"} if family == "paligemma" else {})
+    }
+    if family == "gemma4":
+        towers["audio_config"] = None
+    config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
+    with seeded(0):
+        return getattr(transformers, name)._from_config(config, attn_implementation=impl, dtype=torch.float64)
+
+
+def inputs(kind: str, prefix: int = 15) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, token types and numbers of the spans: a prefix, or four images of which two cross shards of 2 and 3."""
+    tokens = torch.randint(0, 59, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    types = torch.zeros_like(tokens)
+    if kind.startswith("paligemma"):
+        types[:, prefix:] = 1
+        return tokens, types, torch.where(types == 0, 0, -1)
+    for start, stop in ((3, 5), (7, 14), (16, 21), (30, 34)):
+        types[:, start:stop] = 1
+    begins = (types == 1) & (F.pad(types, (1, 0))[:, :-1] != 1)
+    return tokens, types, torch.where(types == 1, begins.cumsum(1) - 1, -1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, 3)
+def test_training_equals_transformers(ctx: Context, kind: str, layout: str) -> None:
+    """Loss and gradients of one step, against the model on one process under the masks that it makes itself."""
+    dense, ring = build(kind, "eager"), build(kind, "ringflash")
+    huggingface.set_group(ring, ctx.group, layout=layout)
+    tokens, types, ids = inputs(kind)
+    named = {KINDS[kind][1]: types}
+    labels = ringflash.loss.shift_labels(tokens, ringflash.span_documents(ids[0]))
+    in_fp64 = mock.patch.object(Tensor, "float", Tensor.double)  # norms and angles
+    softmax = mock.patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim))  # of transformers' eager attention
+    with in_fp64, softmax:
+        batch = huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named)
+        loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
+        loss.backward()
+        positions = torch.arange(LENGTH)[None]
+        logits = dense(input_ids=tokens, position_ids=positions, use_cache=False, **named).logits
+        want = F.cross_entropy(logits[0], labels[0])
+        want.backward()
+    pairs = [(loss.detach(), want.detach())]
+    pairs += [
+        (p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.grad is not None
+    ]
+    for got, expected in pairs:
+        dist.all_reduce(got, group=ctx.group)
+        assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert len(pairs) > 10
+
+
+@pytest.mark.parametrize(
+    "kind, change, message",
+    [
+        ("gemma3", {"types": "moved"}, "token_type_ids .* must be the shard of those"),
+        ("gemma3", {"table": None}, "token_type_ids .* must be the shard of those"),
+        ("gemma4", {"types": "text"}, "token_type_ids .* must be the shard of those"),
+        ("paligemma", {"types": None}, "use_bidirectional_attention must be unset"),
+        ("paligemma2", {"prefix": 21}, "spans must not be longer than the window .*20.*, got 21 tokens"),
+    ],
+)
+@on_ranks(2)
+def test_refusals(ctx: Context, kind: str, change: dict[str, Any], message: str) -> None:
+    """Token types that are not those of the documents, on one rank: refused on every rank."""
+    ring, (tokens, types, ids) = build(kind, "ringflash"), inputs(kind, change.get("prefix", 15))
+    huggingface.set_group(ring, ctx.group)
+    batch = huggingface.prepare_batch(tokens, group=ctx.group, block_sequence_ids=ids, **{KINDS[kind][1]: types})
+    if ctx.rank == 1 and "types" in change:
+        of_shard = batch[KINDS[kind][1]]
+        changed = {"moved": of_shard.roll(1, 1), "text": torch.zeros_like(of_shard), None: None}
+        batch[KINDS[kind][1]] = changed[change["types"]]
+    if "table" in change:
+        del batch["cu_seqlens"]
+    with pytest.raises(
+        (ValueError, NotImplementedError), match=message if ctx.rank == 1 or "types" not in change else ""
+    ):
+        ring(**batch)
+
+
+@on_ranks(2)
+def test_positions_in_parts(ctx: Context) -> None:
+    """M-RoPE of Qwen-VL: time, row and column of each token, of which only the text's positions can be checked."""
+    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
+    huggingface.register()
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = AutoConfig.for_model(
+        "qwen2_5_vl", text_config=TEXT | {"rope_parameters": rope},
+        vision_config={"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32},
+    )  # fmt: skip
+    tokens, parts = inputs("paligemma")[0], torch.arange(LENGTH).expand(3, 1, -1).clone()
+    parts[1:, :, 7:15] = torch.tensor([[7, 7, 8, 8, 9, 9, 10, 10], [7, 8, 7, 8, 7, 8, 7, 8]])[:, None]
+    dense, ring = (
+        Qwen2_5_VLForConditionalGeneration._from_config(deepcopy(config), attn_implementation=impl, dtype=torch.float64)
+        for impl in ("sdpa", "ringflash")
+    )
+    ring.load_state_dict(dense.state_dict())
+    huggingface.set_group(ring, ctx.group)
+    batch = huggingface.prepare_batch(tokens, group=ctx.group, position_ids=parts)
+    assert batch["position_ids"].shape == (4, 1, LENGTH // ctx.size)
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        want = ringflash.shard_sequence(dense(input_ids=tokens, position_ids=parts, use_cache=False).logits, ctx.group)
+        for positions in (batch["position_ids"], batch["position_ids"][1:]):
+            got = ring(**{**batch, "position_ids": positions}).logits
+            assert (got - want).abs().max() <= 1e-10 * want.abs().max()
+    text = parts[:1].expand(3, -1, -1)
+    for wrong in (batch["position_ids"].roll(1, 0), text[..., : LENGTH // 2]):
+        with pytest.raises(ValueError, match="position_ids must be"):
+            ring(**{**batch, "position_ids": wrong})

@@ -1,0 +1,128 @@
+"""Forests of documents, and the mask by its definition: shares no code with the package."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Documents of given lengths, parents and directions, and a window along the path."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    bidirectional: tuple[bool, ...]
+    left: int = -1
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        bounds = [0]
+        for length in self.lengths:
+            bounds.append(bounds[-1] + length)
+        return tuple(bounds)
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of `table`."""
+        return self.cu_seqlens, (*self.parents, -1), (*map(int, self.bidirectional), 0)
+
+    @property
+    def seqlen(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def table(self) -> torch.Tensor:
+        import ringflash
+
+        return ringflash.document_table(
+            torch.tensor(self.cu_seqlens, dtype=torch.int32),
+            torch.tensor(self.parents, dtype=torch.int32),
+            torch.tensor(self.bidirectional),
+        )
+
+    def positions(self) -> torch.Tensor:
+        """Position of each token in its path."""
+        begins: list[int] = []
+        out = []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            begins.append(0 if parent < 0 else begins[parent] + self.lengths[parent])
+            out.append(begins[-1] + torch.arange(length))
+        return torch.cat(out)
+
+    def visible(self) -> torch.Tensor:
+        """(seqlen, seqlen), bool, by the definition of ancestors, directions and the window."""
+        document = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        ancestor = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
+        for i, parent in enumerate(self.parents):
+            if parent >= 0:
+                ancestor[i] = ancestor[parent]
+                ancestor[i, parent] = True
+        own = document[:, None] == document[None]
+        index, position = torch.arange(self.seqlen), self.positions()
+        both = torch.tensor(self.bidirectional)[document][:, None]
+        seen = ancestor[document[:, None], document[None]] | (own & (both | (index[None] <= index[:, None])))
+        if self.left >= 0:
+            seen &= position[None] >= position[:, None] - self.left
+        return seen
+
+
+def random_forest(seed: int, seqlen: int, *, window: bool | None = None, count: int | None = None) -> Forest:
+    """Trees of random shape, depth first; some documents bidirectional; sometimes a window."""
+    rng = random.Random(seed)
+    count = count or rng.randint(1, max(1, min(12, seqlen // 2)))
+    cuts = sorted(rng.sample(range(1, seqlen), count - 1))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, seqlen], strict=True)]
+    parents: list[int] = []
+    path: list[int] = []
+    for i in range(count):
+        depth = rng.randint(0, len(path))
+        del path[depth:]
+        parents.append(path[-1] if path else -1)
+        path.append(i)
+    both = [rng.random() < 0.25 for _ in range(count)]
+    has_window = rng.random() < 0.4 if window is None else window
+    return Forest(tuple(lengths), tuple(parents), tuple(both), rng.randint(0, seqlen // 2) if has_window else -1)
+
+
+def rollouts(prompt: int, answers: list[int]) -> Forest:
+    """A prompt and answers that continue it."""
+    return Forest((prompt, *answers), (-1, *[0] * len(answers)), (False,) * (1 + len(answers)))
+
+
+def prefix_lm(prefix: int, rest: int) -> Forest:
+    return Forest((prefix, rest), (-1, 0), (True, False))
+
+
+def images(spans: list[tuple[int, int]], left: int = -1) -> Forest:
+    """Text and images alternate: (tokens of text, tokens of the image that follows)."""
+    lengths = [n for pair in spans for n in pair]
+    return Forest(tuple(lengths), tuple(range(-1, len(lengths) - 1)), (False, True) * len(spans), left)
+
+
+def block_diffusion(num_blocks: int, size: int) -> Forest:
+    """Clean blocks, then the noisy blocks, last one first: noisy block i continues clean block i - 1."""
+    parents = [*range(-1, num_blocks - 1), *range(num_blocks - 2, -2, -1)]
+    return Forest((size,) * 2 * num_blocks, tuple(parents), (True,) * 2 * num_blocks)
+
+
+TREES = {
+    "rollouts": rollouts(37, [11, 20, 5, 55]),
+    "deep": Forest(
+        (20, 14, 10, 30, 7, 40, 7, 9, 6),
+        (-1, 0, 1, 1, 0, 4, -1, 6, 6),
+        (False, False, True, False, False, True, False, True, False),
+    ),
+    "spans": Forest((24, 10, 16, 3, 16, 12, 20, 5), (-1, 0, 1, 2, 3, 4, -1, 6), (True, False) * 4),
+    "diffusion": block_diffusion(5, 8),
+}
+
+
+def of_lengths(forest: Forest, seqlen: int) -> Forest:
+    """Return a forest stretched or shrunk to another length, of at least one token for each document."""
+    count = len(forest.lengths)
+    cuts = [0, *(round(bound * (seqlen - count) / forest.seqlen) for bound in forest.cu_seqlens[1:])]
+    lengths = tuple(b - a + 1 for a, b in zip(cuts, cuts[1:], strict=False))
+    return Forest(lengths, forest.parents, forest.bidirectional, forest.left)

@@ -1,0 +1,142 @@
+"""Masks of trees as kernels read them, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ringflash
+from ringflash.attention import schedule
+from ringflash.sequence.mask import SequenceMask
+from tests.two_sided.forests import Forest, block_diffusion, images, prefix_lm, random_forest, rollouts
+from tests.two_sided.kernel_masks import sequence_mask
+
+FAMILIES = {
+    "rollouts": rollouts(37, [11, 20, 5, 23]),
+    "prefix lm": prefix_lm(40, 56),
+    "images": images([(10, 16), (3, 16), (12, 16), (7, 16)]),
+    "images, window": images([(10, 16), (3, 16), (12, 16), (7, 16)], left=20),
+    "block diffusion": block_diffusion(6, 8),
+}
+
+
+def by_ends(mask) -> torch.Tensor:
+    """An interval of keys for each query, and an end for each key."""
+    (start, stop), rows, keys = mask.bounds(), torch.arange(mask.seqlen_q)[:, None], torch.arange(mask.seqlen_k)
+    return (keys >= start[:, None]) & (keys < stop[:, None]) & (rows < mask.ends())
+
+
+def by_begins(mask) -> torch.Tensor:
+    """An interval of queries for each key, and a first key for each query."""
+    side = mask.cached("transposed", mask.transposed)
+    assert side.num_visible == mask.num_visible and torch.equal(side.dense().T, mask.dense())
+    (first, last), rows, keys = side.bounds(), torch.arange(mask.seqlen_q)[:, None], torch.arange(mask.seqlen_k)
+    return (rows >= first) & (rows < last) & (keys >= mask.begins()[:, None])
+
+
+def _cases(number: int) -> list[Forest]:
+    return [*FAMILIES.values(), *(random_forest(seed, 96) for seed in range(number))]
+
+
+number_of_forests = pytest.mark.parametrize("number", [8, pytest.param(150, marks=pytest.mark.nightly)])
+
+
+@number_of_forests
+@pytest.mark.parametrize(
+    "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
+)
+def test_hops_are_the_mask(cp_size: int, layout: str, number: int) -> None:
+    """Each pair of local rows and keys of every hop is visible if the definition says so, and none is missing."""
+    for forest in _cases(number):
+        mask, want = sequence_mask(forest), forest.visible()
+        positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
+        assert mask.num_visible == int(want.sum())
+        total = 0
+        for rank in range(cp_size):
+            for hop in schedule.build(mask, cp_size, rank, layout).hops:
+                if hop.source is None:
+                    continue
+                part = want[positions[rank]][:, positions[hop.source]]
+                assert torch.equal(hop.mask.dense(), part), (forest, rank, hop.step)
+                assert hop.mask.num_visible == int(part.sum())
+                assert torch.equal(by_ends(hop.mask), part), "what the kernels read"
+                assert torch.equal(by_begins(hop.mask), part), "what the kernels of the backward read"
+                total += int(part.sum())
+        assert total == int(want.sum())
+
+
+@number_of_forests
+@pytest.mark.parametrize(
+    "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
+)
+def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> None:
+    for forest in _cases(number):
+        mask, want = sequence_mask(forest), forest.visible()
+        positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
+        for rank in range(cp_size):
+            found = schedule.plan_gather(mask, cp_size, rank, layout)
+            keys = torch.full((found.num_rows,), -1)
+            for segment in found.segments:
+                keys[segment.row : segment.row + segment.size] = positions[segment.owner][
+                    segment.start : segment.start + segment.size
+                ]
+            assert (keys >= 0).all() and (keys.diff() > 0).all()
+            assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
+            assert torch.equal(by_ends(found.mask), found.mask.dense())
+            assert torch.equal(by_begins(found.mask), found.mask.dense())
+            unseen = torch.ones(96, dtype=torch.bool)
+            unseen[keys] = False
+            assert not want[positions[rank]][:, unseen].any()
+
+
+def test_which_families_are_one_sided() -> None:
+    """Prefix-LM, image spans and block-causal masks need no new kernel."""
+    found = {
+        name: schedule.build(sequence_mask(f), 1, 0, "contiguous").hops[0].mask.is_two_sided
+        for name, f in FAMILIES.items()
+    }
+    assert found == {
+        "rollouts": True,
+        "prefix lm": False,
+        "images": False,
+        "images, window": False,
+        "block diffusion": True,
+    }
+
+
+def test_refusals() -> None:
+    for parents in ((0,), (-1, 1), (-1, 0, 0, 1), (-1, -1, 0)):
+        with pytest.raises(ValueError, match="depth first"):
+            SequenceMask(8, cu_seqlens=tuple(range(len(parents))) + (8,), parents=parents)
+    with pytest.raises(ValueError, match="one entry for each document"):
+        SequenceMask(8, cu_seqlens=(0, 8), parents=(-1, 0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_heaviest_child_first_bounds_the_runs(seed: int) -> None:
+    """See DESIGN.md: then a path has at most 1 + log2(documents) runs."""
+    import random
+
+    rng = random.Random(seed)
+    count = 400
+    parent = [-1] + [rng.randint(max(0, i - 3), i - 1) for i in range(1, count)]
+    children: list[list[int]] = [[] for _ in range(count)]
+    for i, p in enumerate(parent):
+        if p >= 0:
+            children[p].append(i)
+    size = [1] * count
+    for i in reversed(range(1, count)):
+        size[parent[i]] += size[i]
+    order: list[int] = []
+    stack = [0]
+    while stack:
+        i = stack.pop()
+        order.append(i)
+        stack += sorted(children[i], key=lambda c: size[c])
+    place = {i: n for n, i in enumerate(order)}
+    mask = SequenceMask(
+        count,
+        cu_seqlens=tuple(range(count + 1)),
+        parents=tuple(-1 if parent[i] < 0 else place[parent[i]] for i in order),
+    )
+    assert max(map(len, mask.runs)) <= 1 + count.bit_length()

@@ -1,0 +1,63 @@
+"""Stretches of blocks against the dense mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ringflash.attention import schedule
+from ringflash_kernels.hopper.walks import walks
+from ringflash_kernels.mask import Mask
+from tests.two_sided.forests import block_diffusion, images, random_forest, rollouts
+from tests.two_sided.kernel_masks import sequence_mask
+
+
+def _masks(number: int = 10) -> list[Mask]:
+    forests = [rollouts(300, [50, 170, 90, 33]), images([(30, 100)] * 4, left=90), block_diffusion(8, 40)]
+    forests += [random_forest(seed, 480) for seed in range(number)]
+    found = [hop.mask for f in forests for hop in schedule.build(sequence_mask(f), 1, 0, "contiguous").hops]
+    even = [sequence_mask(f) for f in forests if f.seqlen % 4 == 0]
+    found += [hop.mask for mask in even for hop in schedule.build(mask, 2, 1, "zigzag").hops]
+    return [m for m in found if m.regions]
+
+
+@pytest.mark.parametrize("tile_rows, block", [(128, 64), (32, 16), (192, 128)])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("number", [6, pytest.param(60, marks=pytest.mark.nightly)])
+def test_walks(tile_rows: int, block: int, transposed: bool, number: int) -> None:
+    for mask in _masks(number):
+        mask = mask.cached("transposed", mask.transposed) if transposed else mask
+        dense = mask.dense()
+        for rows in ((0, mask.seqlen_q), mask.q_span):
+            found = walks(mask, torch.device("cpu"), rows, tile_rows, block)
+            assert sorted(found.tiles[:, 0].tolist()) == list(range(-(-(rows[1] - rows[0]) // tile_rows)))
+            assert (found.tiles[1:, 3] <= found.tiles[:-1, 3]).all()
+            for tile, first, count, blocks in found.tiles.tolist():
+                seen = dense[rows[0] + tile * tile_rows : min(rows[0] + (tile + 1) * tile_rows, rows[1])]
+                kinds = {}
+                for begin, end, masked, _ in found.stretches[first : first + count].tolist():
+                    kinds |= dict.fromkeys(range(begin, end), masked)
+                assert len(kinds) == blocks and list(kinds) == sorted(kinds)
+                for j in range(-(-mask.seqlen_k // block)):
+                    part = seen[:, j * block : (j + 1) * block]
+                    if j not in kinds:
+                        assert not part.any()
+                    elif not kinds[j]:
+                        assert part.all() and part.shape[1] == block
+                    else:
+                        assert part.any(), "an empty block is visited"
+
+
+def test_masked_blocks_are_few() -> None:
+    """Blocks that are visited with a mask although all of it is visible: only where two pieces of keys meet."""
+    needless = visited = 0
+    for mask in _masks():
+        dense = mask.dense()
+        found = walks(mask, torch.device("cpu"), (0, mask.seqlen_q), 32, 16)
+        for tile, first, count, _ in found.tiles.tolist():
+            for begin, end, masked, _ in found.stretches[first : first + count].tolist():
+                visited += end - begin
+                for j in range(begin, end):
+                    part = dense[tile * 32 : (tile + 1) * 32, j * 16 : (j + 1) * 16]
+                    needless += int(masked and bool(part.all()) and part.shape[1] == 16)
+    assert needless < 0.01 * visited

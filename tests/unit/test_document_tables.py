@@ -1,0 +1,253 @@
+"""Every public function that takes cu_seqlens knows a table of documents that continue others, or refuses it by name.
+
+CPU, one process. A function that is new, or takes cu_seqlens newly, needs an entry here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+
+import ringflash
+from ringflash import huggingface, loss
+from ringflash.attention.options import CallOptions
+from ringflash.attention.plan import plan_call
+from ringflash.compat import ring_flash_attn
+from ringflash.huggingface.attention_function import attend_in_chunks
+from ringflash.huggingface.batch import within_documents
+from ringflash.huggingface.flops import ChunkedAttention, MatmulSizes, training_flops
+from ringflash.huggingface.validation import find_static_error
+from ringflash.lightning.module import bucket_bounds, position_buckets
+from ringflash.sequence.layout import read_documents
+from ringflash.testing import dense
+from tests.helpers import hybrids, models
+from tests.two_sided.forests import Forest, images, rollouts
+from tests.unit.test_house import modules
+
+LENGTH = models.LENGTH
+CHAIN = images([(5, 4), (3, 2), (6, 4)])  # text and spans
+TREE = rollouts(7, [8, 3, 6])
+PLAIN = Forest((7, 1, 16), (-1,) * 3, (False,) * 3)
+FORESTS = {"chain": CHAIN, "tree": TREE, "plain": PLAIN}
+BRANCHES = "documents that branch"
+
+
+def refused(forest: Forest, text: str = "plain documents", kind: type = NotImplementedError) -> AbstractContextManager:
+    """Expect a refusal unless the documents are plain, in which case a table is as good as bounds."""
+    return nullcontext() if forest is PLAIN else pytest.raises(kind, match=text)
+
+
+def check_attention(forest: Forest) -> None:
+    q, k, v, dout = (torch.randn(1, LENGTH, 2, 16, dtype=torch.float64) for _ in range(4))
+    want = dense.attention(q, k, v, dout, causal=True, cu_seqlens=forest.rows)
+    assert torch.equal(
+        dense.visible(*2 * [torch.arange(LENGTH)], causal=True, cu_seqlens=forest.rows), forest.visible()
+    )
+    by_module = ringflash.RingAttention(None)(q, k, v, forest.table)
+    for out in (ringflash.ring_attention(q, k, v, group=None, cu_seqlens=forest.table), by_module):
+        assert (out - want["out"]).abs().max() < 1e-12
+    found = ringflash.explain(q, k, v, group=None, cu_seqlens=forest.table)
+    plan = plan_call(q, k, v, forest.table, CallOptions(None, softmax_scale=1.0))
+    assert found.num_visible == plan.mask.num_visible == forest.visible().sum()
+
+
+def check_layouts(forest: Forest) -> None:
+    held = [ringflash.local_positions(LENGTH, 2, rank, "balanced", forest.table) for rank in range(2)]
+    assert torch.equal(torch.cat(held).sort().values, torch.arange(LENGTH))
+    x = torch.randn(1, LENGTH)
+    assert torch.equal(ringflash.shard_sequence(x, None, 1, "balanced", forest.table), x)
+    assert torch.equal(ringflash.unshard_sequence(x, None, 1, "balanced", forest.table), x)
+    broken = forest.table
+    broken[1, 0] = 2
+    with pytest.raises(ValueError, match="depth first"):
+        ringflash.local_positions(LENGTH, 2, 0, "balanced", broken)
+
+
+def check_padding(forest: Forest) -> None:
+    found = ringflash.pad_sequence(models.tokens(), cu_seqlens=forest.table, cp_size=7)
+    lengths, parents, both = forest.lengths, forest.parents, forest.bidirectional
+    assert torch.equal(found.cu_seqlens, Forest((*lengths, 4), (*parents, -1), (*both, False)).table)
+
+
+def check_labels(forest: Forest) -> None:
+    """A token has the label that follows it in the path, unless it sees that."""
+    tokens, document = (
+        models.tokens(),
+        torch.repeat_interleave(torch.arange(len(forest.lengths)), torch.tensor(forest.lengths)),
+    )
+    with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
+        labels = loss.shift_labels(tokens, forest.table)[0]
+        seen = forest.visible()
+        for t in range(LENGTH - 1):
+            continues = document[t] == document[t + 1] or forest.parents[document[t + 1]] == document[t]
+            assert labels[t] == (tokens[0, t + 1] if continues and not seen[t, t + 1] else -100)
+        assert labels[-1] == -100
+
+
+def check_positions(forest: Forest) -> None:
+    assert torch.equal(within_documents(torch.arange(LENGTH), forest.table), forest.positions())
+    buckets = position_buckets(torch.arange(LENGTH)[None], forest.table, LENGTH)[0]
+    assert torch.equal(
+        buckets, torch.bucketize(forest.positions(), torch.tensor(bucket_bounds(LENGTH)[1:]), right=True)
+    )
+
+
+def labels_of(forest: Forest) -> torch.Tensor:
+    return loss.shift_labels(models.tokens(), None if forest is TREE else forest.table)
+
+
+def check_batch(forest: Forest) -> None:
+    tokens = models.tokens()
+    batch = huggingface.prepare_batch(
+        tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
+    )
+    assert torch.equal(batch["position_ids"][0], forest.positions())
+    with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
+        huggingface.prepare_batch(tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table)
+    with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
+        huggingface.prepare_batch(tokens, group=None, cu_seqlens=forest.table, position_ids="document")
+
+
+def check_padded_batch(forest: Forest) -> None:
+    """Padding at the end of a document is not seen by another one, or refused."""
+    for end in forest.cu_seqlens[1:]:
+        mask = torch.ones(1, LENGTH, dtype=torch.int64)
+        mask[0, end - 1] = 0
+        seen = forest.visible()[:, end - 1].clone()
+        seen[end - 1] = False
+        with pytest.raises(ValueError, match="attention_mask must be") if seen.any() else nullcontext():
+            huggingface.prepare_batch(
+                models.tokens(), group=None, labels=labels_of(forest).masked_fill(mask == 0, -100), attention_mask=mask,
+                cu_seqlens=forest.table, position_ids="document",
+            )  # fmt: skip
+
+
+def check_model(forest: Forest) -> None:
+    ring, plain, tokens = models.build(), models.build(impl="sdpa"), models.tokens()
+    huggingface.set_group(ring, None)
+    batch = huggingface.prepare_batch(
+        tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
+    )
+    want = plain(
+        tokens, position_ids=forest.positions()[None], attention_mask=forest.visible()[None, None], use_cache=False
+    ).logits
+    assert (ring(**batch).logits - want).abs().max() < 1e-10
+    fused = huggingface.CausalLMWithLoss(ring, None)
+    assert torch.isfinite(fused(**batch))
+    if forest is TREE:  # positions that are not those of the path
+        with pytest.raises(ValueError, match="position_ids must be"):
+            ring(**{**batch, "position_ids": torch.arange(LENGTH)[None]})
+
+
+def check_log_probs(forest: Forest) -> None:
+    ring = models.build()
+    huggingface.set_group(ring, None)
+    model = huggingface.CausalLMWithLoss(ring, None)
+    with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
+        found = ringflash.log_probs(model, models.tokens(), group=None, cu_seqlens=forest.table)
+        assert torch.equal(found == 0, labels_of(forest) == -100)
+
+
+def check_flops(forest: Forest) -> None:
+    found = training_flops(MatmulSizes(0, 1), [None, 3], read_documents(forest.table))
+    near = Forest(forest.lengths, forest.parents, forest.bidirectional, left=3)
+    assert found == 12 * (forest.visible().sum() + near.visible().sum())
+    with refused(forest):
+        training_flops(MatmulSizes(0, 1), [ChunkedAttention(4)], read_documents(forest.table))
+
+
+def check_chunks(forest: Forest) -> None:
+    ring = models.build("chunks")
+    huggingface.set_group(ring, None)
+    batch = huggingface.prepare_batch(
+        models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
+    )
+    with refused(forest, "layers that attend in chunks"):
+        ring(**batch)
+
+
+def check_recurrences(forest: Forest) -> None:
+    ring = hybrids.build("qwen3_next")
+    huggingface.set_group(ring, None)
+    batch = huggingface.prepare_batch(
+        models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
+    )
+    with refused(forest, "layers with recurrences or convolutions"):
+        ring(**batch)
+
+
+def check_names_of_others(forest: Forest) -> None:
+    with refused(forest, "llama3_flash_attn_prepare_cu_seqlens"):
+        ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(forest.table, True, 0, 2)
+
+
+def check_spans(forest: Forest) -> None:
+    with refused(forest, "span_documents"):
+        ringflash.span_documents(torch.full((LENGTH,), -1), forest.table)
+
+
+CHECKS: dict[str, Callable[[Forest], None]] = {
+    name.removeprefix("check_"): check for name, check in sorted(globals().items()) if name.startswith("check_")
+}
+
+
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
+@pytest.mark.parametrize("forest", FORESTS.values(), ids=FORESTS.keys())
+def test_a_table(forest: Forest, check: Callable[[Forest], None]) -> None:
+    check(forest)
+
+
+def test_no_other_shape() -> None:
+    for shape in ((), (2, 4), (4, 4), (1, 3, 4)):
+        with pytest.raises(ValueError, match="must be 1-D int32, or a table"):
+            loss.shift_labels(models.tokens(), torch.zeros(shape, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"parents must have one entry for each document of cu_seqlens \(2,\)"):
+        ringflash.document_table(torch.tensor([0, 3, 5]), torch.tensor([-1]))
+
+
+USED_ABOVE = {
+    ringflash.ring_attention, ringflash.RingAttention.forward, ringflash.explain, plan_call, ringflash.local_positions,
+    ringflash.shard_sequence, ringflash.unshard_sequence, ringflash.pad_sequence, ringflash.document_table,
+    ringflash.span_documents, ringflash.log_probs, loss.shift_labels, within_documents, position_buckets,
+    huggingface.prepare_batch, huggingface.CausalLMWithLoss.forward, huggingface.CausalLMWithLoss.decode,
+    attend_in_chunks, find_static_error, read_documents, dense.attention, dense.visible,
+    ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens,
+}  # fmt: skip
+PASS_ON = {  # to a function above
+    "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
+    "attention.ring_call.RingCall.plan", "huggingface.consistency.check_consistency",
+    "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
+    "huggingface.batch.check_padding",
+    "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
+    "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py
+    "huggingface.spans.without_directions",
+    "sequence.mask.check_cu_seqlens", "sequence.mask.check_parents",  # get their integers
+}  # fmt: skip
+
+
+def _functions() -> Iterator[str]:
+    """Public functions and methods of the package with an argument cu_seqlens."""
+    for name, tree in modules().items():
+        for path, function in _definitions(tree, name.removeprefix("ringflash.")):
+            arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            if name.startswith("ringflash.") and "cu_seqlens" in {x.arg for x in arguments}:
+                yield path
+
+
+def _definitions(node: ast.AST, path: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and not child.name.startswith("_"):
+            if isinstance(child, ast.FunctionDef):
+                yield f"{path}.{child.name}", child
+            else:
+                yield from _definitions(child, f"{path}.{child.name}")
+
+
+def test_no_function_is_forgotten() -> None:
+    known = {f"{x.__module__}.{x.__qualname__}".removeprefix("ringflash.") for x in map(inspect.unwrap, USED_ABOVE)}
+    assert set(_functions()) - known == PASS_ON
