@@ -245,15 +245,6 @@ def check_backward(impl: str, head_dim: int, deterministic: bool) -> None:
         check_products(_ROUNDED[impl], head_dim, deterministic)
 
 
-def check_branches(impl: str) -> None:
-    """Raise NotImplementedError unless an implementation takes masks that are two-sided (`Mask.is_two_sided`)."""
-    if impl in ("hopper", "hopper_fp8"):
-        raise NotImplementedError(
-            f"documents must not branch (one continued by several, or by one that is not next) with impl={impl!r}, got "
-            "parents that do; use impl='flash2'."
-        )
-
-
 def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
     """Return row_max after checking that the implementation uses it, and that it has the form of lse."""
     if impl not in _ROUNDED:

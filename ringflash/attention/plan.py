@@ -42,7 +42,6 @@ from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
     check_backward,
-    check_branches,
     choose_impl,
     implementation,
     rounds,
@@ -200,8 +199,6 @@ def plan_call(
         )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    if mask.has_branches:
-        check_branches(impl)
     check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)

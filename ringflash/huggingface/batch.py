@@ -67,7 +67,7 @@ def prepare_batch(
     else:
         successors = token_loss.shift_labels(input_ids, cu_seqlens)
     if attention_mask is not None:
-        _check_padding(attention_mask, input_ids, labels, cu_seqlens)
+        check_padding(attention_mask, input_ids, labels, cu_seqlens)
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
@@ -175,7 +175,8 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
     return labels
 
 
-def _check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raise ValueError unless an attention_mask has padding only where no token sees it, and without labels."""
     if mask.shape != input_ids.shape or ((mask != 0) & (mask != 1)).any():
         raise ValueError(
             f"attention_mask must be 0 or 1 for each of input_ids {tuple(input_ids.shape)}, got a tensor "

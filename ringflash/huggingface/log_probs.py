@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.batch import prepare_batch, within_documents
-from ringflash.sequence.layout import unshard_sequence
+from ringflash.huggingface.batch import check_padding, prepare_batch, within_documents
+from ringflash.sequence.layout import read_documents, unshard_sequence
+from ringflash.sequence.mask import check_cu_seqlens
 from ringflash.sequence.padding import pad_sequence
+from ringflash.sequence.trees import SharedPrefixes
+from ringflash.sequence.trees import share_prefixes as pack
 
 
 def log_probs(
@@ -25,6 +29,7 @@ def log_probs(
     temperature: float = 1.0,
     layout: str = "zigzag",
     return_entropy: bool = False,
+    share_prefixes: bool | int = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probability of each token's successor, for the whole sequence on every rank.
 
@@ -43,35 +48,66 @@ def log_probs(
         temperature: divisor of the logits.
         layout: the model's layout (`set_group`).
         return_entropy: also return the entropy of the distribution of each token's successor.
+        share_prefixes: compute common beginnings of rows or documents once (`ringflash.share_prefixes`), with the same
+            result; a number is the least tokens to share. The host reads the tokens.
     Returns:
         log_probs: (batch, seqlen), natural log, fp32 (fp64 for fp64). Column t is log p(token t + 1 | tokens up to t);
             0 where there is no such token: at the end of a row or document, and in padding. Columns [:, :-1] are what
             TRL calls per_token_logps.
         entropy, if asked for: as log_probs.
     Raises:
-        ValueError: temperature not above 0; padding before a token; a mask or bounds that do not fit.
+        ValueError: temperature not above 0; padding before a token; a mask or bounds that do not fit, or, with
+            share_prefixes, a table of documents.
         NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
     Numerics: as `ringflash.loss.token_log_probs`.
     """
-    batch, real, problem = None, None, None
+    batch, real, rows, problem = None, None, None, None
     try:
-        batch, real = _prepare(input_ids, group, attention_mask, cu_seqlens, temperature, layout)
-    except ValueError as error:
+        if share_prefixes:
+            packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
+            given = packed.input_ids.to(input_ids.device), None, packed.cu_seqlens, packed.labels.to(input_ids.device)
+        else:
+            given = input_ids, attention_mask, cu_seqlens, None
+        batch, real = _prepare(*given, group, temperature, layout)
+    except (ValueError, NotImplementedError) as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
-    agree(group, call, problem, input_ids.device)
+    agree(group, {**call, "share_prefixes": int(share_prefixes)}, problem, input_ids.device)
     assert batch is not None  # agree has raised the problem
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
     whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
+    if rows is not None:
+        whole = [x.flatten()[rows.clamp(min=0)].masked_fill(rows < 0, 0.0) for x in whole]
     return (whole[0], whole[1]) if return_entropy else whole[0]
+
+
+def _pack(
+    input_ids: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, min_shared: int
+) -> tuple[SharedPrefixes, Tensor]:
+    """Return the documents or rows of a batch with common prefixes once, and the packed row of each token, or -1."""
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    check_padding(mask, input_ids, None, cu_seqlens)
+    size = input_ids.shape[1]
+    bounds: Sequence[int] = range(0, input_ids.numel() + 1, size)
+    if cu_seqlens is not None:
+        bounds = read_documents(cu_seqlens).plain_bounds("share_prefixes")
+        check_cu_seqlens(tuple(bounds), size)
+    tokens, is_token = input_ids.flatten().cpu(), mask.flatten().cpu() != 0
+    spans = [(start, start + int(is_token[start:stop].sum())) for start, stop in pairwise(bounds)]
+    packed = pack([tokens[start:stop] for start, stop in spans if start < stop], min_shared=min_shared)
+    rows = torch.full((input_ids.numel(),), -1, device="cpu")
+    for (start, stop), places in zip([x for x in spans if x[0] < x[1]], packed.rows, strict=True):
+        rows[start : stop - 1] = places
+    return packed, rows.view(input_ids.shape).to(input_ids.device)
 
 
 def _prepare(
     input_ids: Tensor,
-    group: Group,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    labels: Tensor | None,
+    group: Group,
     temperature: float,
     layout: str,
 ) -> tuple[dict[str, Any], Tensor]:
@@ -83,12 +119,15 @@ def _prepare(
     numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
     assert columns is not None
+    if labels is not None:
+        labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"
     batch = prepare_batch(
-        tokens, group=group, cu_seqlens=bounds, attention_mask=mask, layout=layout, position_ids=positions
-    )
+        tokens, group=group, cu_seqlens=bounds, labels=labels, attention_mask=mask, layout=layout,
+        position_ids=positions,
+    )  # fmt: skip
     if cu_seqlens is None:
         return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
     length = 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())

@@ -171,11 +171,6 @@ class SequenceMask:
                 ends[parent] = max(ends[parent], ends[index])
         return tuple(ends)
 
-    @cached_property
-    def has_branches(self) -> bool:
-        """True if a document continues one that is not directly before it: only then a mask can be two-sided."""
-        return self.documents is not None and self.documents.have_branches
-
     @property
     def has_columns(self) -> bool:
         """True if the queries that see the keys of a document are one interval, which `column_of` returns."""

@@ -1,14 +1,17 @@
 """Documents that continue one another, from what users have: rollouts that share prefixes, and spans of images.
 
-rollouts   p p p p a a a          packed      p p p p a a a b b
-           p p p p b b            parents     (-1, 0, 0), documents p, a, b
-                                  positions   0 1 2 3 4 5 6 4 5
+    rollouts   p q r s a b        packed      p q r   s a b   s c d e
+               p q r s c d e      parents     (-1, 0, 0)
+                                  positions   0 1 2   3 4 5   3 4 5 6
+                                  labels      q r s   a b .   c d e .
+
+A token whose successors differ begins each document that continues it: so every row has one label, and every token of
+a rollout but the first is predicted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,29 +26,26 @@ class SharedPrefixes(NamedTuple):
     """Sequences packed so that tokens of a common prefix occur once.
 
     input_ids, position_ids: (1, num_tokens).
-    cu_seqlens: the documents, as `document_table`.
-    labels: (1, num_tokens), successor of each token in its document or in the one that follows it directly, or -100.
-    branch_rows, branch_labels: (num_branches,): other successors. The hidden states of these rows are needed again.
-    places: for each sequence, the index of each of its tokens but the first in (log-probabilities of labels, those of
-        branch_labels), joined.
+    cu_seqlens: the documents, as `ringflash.document_table`.
+    labels: (1, num_tokens), the successor of each token, or -100 at the ends of sequences.
+    rows: for each sequence, the row of each of its tokens but the last, whose label is the next token.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     cu_seqlens: Tensor
     labels: Tensor
-    branch_rows: Tensor
-    branch_labels: Tensor
-    places: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
 
-    def unpack(self, log_probs: Tensor, of_branches: Tensor) -> list[Tensor]:
-        """Return the log-probabilities of each sequence's tokens but the first.
+    def unpack(self, values: Tensor) -> list[Tensor]:
+        """Return the values of each sequence's tokens but the last, such as log-probabilities of the labels.
 
         Args:
-            log_probs: (num_tokens,), of `labels`.  of_branches: (num_branches,), of `branch_labels`.
+            values: (num_tokens,) or (1, num_tokens), also with padding after them. A gradient of the results is summed
+                over the sequences that share a row.
         """
-        joined = torch.cat([log_probs, of_branches])
-        return [joined[places] for places in self.places]
+        flat = values.flatten()
+        return [flat[rows.to(flat.device)] for rows in self.rows]
 
 
 class _Node(NamedTuple):
@@ -59,73 +59,67 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
     """Pack sequences depth first, each common prefix once.
 
     The largest tree comes first among those that continue one document: then the path of any document is at most
-    1 + log2(documents) pieces of the packed sequence.
+    1 + log2(documents) pieces of the packed sequence. The result is the same on all ranks, and on the CPU.
 
     Args:
-        sequences: token ids, each of one token or more.
+        sequences: token ids, each of one token or more, of which equal ones are packed once.
         min_shared: shorter common continuations are not shared. Short documents leave parts of kernels' tiles empty.
+    Raises:
+        ValueError: no sequences, or an empty one.
     """
-    ids = [np.asarray(x, dtype=np.int64) for x in sequences]
+    ids = [np.asarray(x.cpu() if isinstance(x, Tensor) else x, dtype=np.int64) for x in sequences]
     if not ids or any(len(x) == 0 for x in ids):
-        raise ValueError("sequences must hold one token or more each, got an empty one; leave it out.")
-    nodes: list[_Node] = []
-    _grow(ids, list(range(len(ids))), 0, -1, nodes, max(1, min_shared))
+        raise ValueError("sequences must hold one token or more each, got an empty one or none; leave it out.")
+    nodes = _grow(ids, max(1, min_shared))
     order = _depth_first(nodes)
     place = {node: index for index, node in enumerate(order)}
-    bounds = [0]
-    for node in order:
-        bounds.append(bounds[-1] + len(nodes[node].tokens))
+    bounds = np.cumsum([0, *(len(nodes[node].tokens) for node in order)])
     parents = [place.get(nodes[node].parent, -1) for node in order]
     tokens = np.concatenate([nodes[node].tokens for node in order])
     positions = np.concatenate([nodes[node].start + np.arange(len(nodes[node].tokens)) for node in order])
-    labels = np.full(len(tokens), IGNORE_INDEX)
-    branch_rows, branch_labels, entry = [], [], {}  # where the first token of a document is predicted
-    for index, (first, end) in enumerate(pairwise(bounds)):
-        labels[first : end - 1] = tokens[first + 1 : end]
-        if parents[index] < 0:
-            continue
-        row = bounds[parents[index] + 1] - 1
-        if row + 1 == first:
-            labels[row], entry[index] = tokens[first], row
-        else:
-            entry[index] = len(tokens) + len(branch_rows)
-            branch_rows.append(row)
-            branch_labels.append(tokens[first])
-    places: list[list[np.ndarray]] = [[] for _ in ids]
+    labels = np.append(tokens[1:], IGNORE_INDEX)
+    labels[bounds[1:] - 1] = IGNORE_INDEX
+    rows: list[list[np.ndarray]] = [[] for _ in ids]
     for index, node in enumerate(order):
         first, end = bounds[index], bounds[index + 1]
-        inside = np.arange(first, end) - 1
-        inside = inside[1:] if parents[index] < 0 else np.concatenate([[entry[index]], inside[1:]])
+        if parents[index] >= 0:
+            labels[bounds[parents[index] + 1] - 1] = tokens[first]
         for sequence in nodes[node].sequences:
-            places[sequence].append(inside)
-    table = document_table(torch.tensor(bounds, dtype=torch.int32), torch.tensor(parents, dtype=torch.int32))
+            rows[sequence].append(np.arange(first, min(end, first + len(ids[sequence]) - 1 - nodes[node].start)))
     return SharedPrefixes(
-        torch.from_numpy(tokens)[None], torch.from_numpy(positions)[None], table, torch.from_numpy(labels)[None],
-        torch.tensor(branch_rows, dtype=torch.int64), torch.tensor(branch_labels, dtype=torch.int64),
-        tuple(torch.from_numpy(np.concatenate(x)) for x in places),
-    )  # fmt: skip
+        torch.from_numpy(tokens)[None],
+        torch.from_numpy(positions)[None],
+        document_table(torch.from_numpy(bounds).int(), torch.tensor(parents, dtype=torch.int32)),
+        torch.from_numpy(labels)[None],
+        tuple(torch.from_numpy(np.concatenate(x)) for x in rows),
+    )
 
 
-def _grow(
-    ids: list[np.ndarray], members: list[int], start: int, parent: int, nodes: list[_Node], min_shared: int
-) -> None:
-    """Add the documents of the sequences `members`, which agree before position `start`, and continue `parent`."""
-    todo = [(members, start, parent)]
+def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
+    """Return the documents, each after the one that it continues."""
+    nodes: list[_Node] = []
+    groups = _by_token(ids, range(len(ids)), 0)
+    todo = [(group, 0, 0, -1) for group in groups]
     while todo:
-        members, start, parent = todo.pop()
-        groups: dict[int, list[int]] = {}
-        for member in members:
-            if len(ids[member]) > start:
-                groups.setdefault(int(ids[member][start]), []).append(member)
-        for group in groups.values():
-            stop = _common(ids, group, start)
-            if stop - start < min_shared and len(group) > 1:
-                for member in group:
-                    nodes.append(_Node(ids[member][start:], parent, [member], start))
-                continue
-            nodes.append(_Node(ids[group[0]][start:stop], parent, group, start))
-            if any(len(ids[member]) > stop for member in group):
-                todo.append((group, stop, len(nodes) - 1))
+        group, start, known, parent = todo.pop()  # they agree up to `known`, and are packed up to `start`
+        stop = _common(ids, group, known)
+        longer = [member for member in group if len(ids[member]) > stop]
+        ended = [member for member in group if len(ids[member]) == stop]  # these are equal
+        if longer and stop - 1 - start >= min_shared:
+            nodes.append(_Node(ids[group[0]][start : stop - 1], parent, group, start))
+            start, parent = stop - 1, len(nodes) - 1
+        elif ended:
+            nodes.append(_Node(ids[ended[0]][start:stop], parent, ended, start))
+        todo += [(part, start, stop, parent) for part in _by_token(ids, longer, stop)]
+    return nodes
+
+
+def _by_token(ids: list[np.ndarray], members: Sequence[int], position: int) -> list[list[int]]:
+    """Divide sequences by their token at a position."""
+    groups: dict[int, list[int]] = {}
+    for member in members:
+        groups.setdefault(int(ids[member][position]), []).append(member)
+    return list(groups.values())
 
 
 def _common(ids: list[np.ndarray], group: list[int], start: int) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import ringflash
 from ringflash import huggingface
-from tests.helpers import models
+from tests.helpers import hybrids, models
 from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
@@ -115,6 +116,54 @@ def test_values_and_gradients_are_those_of_one_process(ctx: Context, kind: str, 
         torch.testing.assert_close(
             averaged, one.grad, rtol=1e-10, atol=1e-12, msg=lambda text, at=name: f"{at}: {text}"
         )
+
+
+@pytest.mark.parametrize(
+    "kind, layout, least",
+    [
+        ("padded", "zigzag", True),
+        ("packed", "balanced", True),
+        ("packed", "contiguous", 3),
+        ("padded", "contiguous", 4),
+    ],
+)
+@on_ranks(2, 4)
+def test_shared_prefixes_change_nothing(ctx: Context, kind: str, layout: str, least: int) -> None:
+    """Values and gradients of prompts with several answers, each common beginning once, and of each alone."""
+    rollouts = [[5, 6, 7, 8, 9, *rest] for rest in ([1, 2, 3], [1, 2, 4, 4], [], [11], [1, 2, 3])] + [[5, 9, 9], [3]]
+    lengths = torch.tensor(list(map(len, rollouts)))
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in rollouts], batch_first=True)
+    mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+    where = {"attention_mask": mask}
+    ids = padded
+    if kind == "packed":
+        ids, where = torch.tensor(sum(rollouts, []))[None], {"cu_seqlens": F.pad(lengths.cumsum(0), (1, 0)).int()}
+    causal, whole = hybrids.build("llama"), hybrids.build("llama", "sdpa")  # gradients are not summed in fp32
+    huggingface.set_group(causal, ctx.group, layout=layout)
+    ring = huggingface.CausalLMWithLoss(causal, ctx.group)
+    seen: list[int] = []
+    ring.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].numel()), with_kwargs=True)
+    options = {"group": ctx.group, "layout": layout, "temperature": TEMPERATURE, "return_entropy": True}
+    apart = [x.detach() for x in ringflash.log_probs(ring, ids, **options, **where)]
+    got = ringflash.log_probs(ring, ids, **options, **where, share_prefixes=least)
+    assert seen[1] < seen[0] and len(seen) == 2
+    for mine, expected in zip(got, apart, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    alone = [torch.zeros(padded.shape, dtype=torch.float64) for _ in range(2)]
+    for row, rollout in enumerate(rollouts):
+        log_p = (whole(torch.tensor([rollout])).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        alone[0][row, : len(rollout) - 1] = log_p.gather(-1, torch.tensor(rollout)[1:, None]).squeeze(-1)
+        alone[1][row, : len(rollout) - 1] = -(log_p.exp() * log_p).sum(-1)
+    if kind == "packed":
+        alone = [x[mask != 0][None] for x in alone]
+    mine, expected = objective(*got), objective(*alone)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
+    mine.backward()
+    expected.backward()
+    for ringed, one in zip(ring.model.parameters(), whole.parameters(), strict=True):
+        averaged = ringed.grad / ctx.size
+        dist.all_reduce(averaged, group=ctx.group)
+        torch.testing.assert_close(averaged, one.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,10 @@ class Documents(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Documents of row i, by i modulo the length."""
+        """Documents of row i, by i modulo the length. The Validator sets `infinite`, which these rows are."""
 
         documents: tuple[int, ...] = (3, 1, 2, 4)
+        infinite: bool = True
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any

@@ -1,4 +1,4 @@
-"""What kernels read of masks of trees, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
+"""Masks of trees as kernels read them, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
 
 from __future__ import annotations
 

@@ -40,18 +40,36 @@ def test_packing(seed: int, min_shared: int) -> None:
     assert len(tokens) < total
     documents = read_documents(packed.cu_seqlens)
     mask = SequenceMask(len(tokens), True, (-1, -1), documents.bounds, documents.parents)  # depth first, or it raises
-    labels = torch.cat([packed.labels[0], packed.branch_labels])
-    rows = torch.cat([torch.arange(len(tokens)), packed.branch_rows])
+    assert len(packed.rows) == len(sequences)
     seen = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for i in range(len(documents.bounds) - 1):
         for r in mask.regions_of(i, 0, len(tokens)):
             seen[r.q_start : r.q_stop, r.k_start : r.k_stop] = True
     seen &= torch.ones_like(seen).tril()
-    for sequence, places in zip(sequences, packed.places, strict=True):
-        assert labels[places].tolist() == sequence[1:]
-        assert packed.position_ids[0, rows[places]].tolist() == list(range(len(sequence) - 1))
-        for j, row in enumerate(rows[places].tolist()):
+    for sequence, rows in zip(sequences, packed.rows, strict=True):
+        assert packed.labels[0, rows].tolist() == sequence[1:]
+        assert packed.position_ids[0, rows].tolist() == list(range(len(sequence) - 1))
+        for j, row in enumerate(rows.tolist()):
             assert tokens[seen[row]].tolist() == sequence[: j + 1], "a token sees exactly its own prefix"
+    used = torch.cat(packed.rows).unique()
+    assert (packed.labels[0] != -100).nonzero()[:, 0].tolist() == used.tolist(), "no label that no sequence has"
+
+
+def test_packing_by_hand() -> None:
+    """The example of the module, a sequence within another one, and what is too short to share."""
+    packed = ringflash.share_prefixes([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]])
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 7, 8, 9, 4, 5, 6]]
+    assert packed.labels.tolist() == [[2, 3, 4, 7, 8, 9, -100, 5, 6, -100]]
+    assert packed.cu_seqlens.tolist() == [[0, 3, 7, 10], [-1, 0, 0, -1], [0, 0, 0, 0]]
+    assert [x.tolist() for x in packed.unpack(torch.arange(12)[None])] == [[0, 1, 2, 7, 8], [0, 1, 2, 3, 4, 5]]
+    within = ringflash.share_prefixes([[1, 2, 3], [1, 2, 3, 4], [1, 2, 3]])
+    assert within.input_ids.tolist() == [[1, 2, 3, 4]] and [len(x) for x in within.rows] == [2, 3, 2]
+    for apart in ([[1], [2, 3]], [[1, 2], [1, 3]]):
+        assert ringflash.share_prefixes(apart, min_shared=2).cu_seqlens[1].tolist() == [-1, -1, -1]
+    short = ringflash.share_prefixes([[1, 2, 3, 4], [1, 2, 3, 5], [1, 9]], min_shared=2)
+    assert short.input_ids.tolist() == [[1, 2, 3, 4, 3, 5, 1, 9]], "those that share more do, though all share less"
+    with pytest.raises(ValueError, match="one token or more each"):
+        ringflash.share_prefixes([[1], []])
 
 
 @pytest.mark.parametrize("window", [None, 7, 25])

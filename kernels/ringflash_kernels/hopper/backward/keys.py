@@ -174,7 +174,7 @@ def _load(
             number = first
             block, end, masked = problem.stretch(number)
             for g in range(problem.group):
-                number, block = problem.meeting_stretch(number, block, first, count)
+                number, block = problem.meeting_stretch(number, block, first, count, stop)
                 _begin, end, masked = problem.stretch(number)
                 for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)

@@ -74,7 +74,7 @@ class BackwardProblem:
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
         num_long: tiles of each head that are launched before the others of any head, if TWO_SIDED.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        in_step, clock_ptr: see `meeting_block`; the clock is one int32 with any initial value.
+        in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
     """
 
     min_row: gl.tensor
@@ -168,9 +168,12 @@ class BackwardProblem:
         return number, block, end, masked
 
     @gluon.jit
-    def meeting_stretch(self, number, block, first, count):
-        """Return the stretch and the block at which to start a round: see `meeting_block`."""
-        if self.in_step != 0:
+    def meeting_stretch(self, number, block, first, count, num_blocks):
+        """Return the stretch and the block at which to start a round over a walk of some blocks: see `meeting_block`.
+
+        Only walks of `in_step` blocks or more meet: what shorter ones read stays in L2, and the search takes time.
+        """
+        if (self.in_step != 0) & (num_blocks >= self.in_step):
             now = self.mean_block()
             for i in range(count):
                 begin, end, _masked = self.stretch(first + i)

@@ -144,7 +144,7 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             number = first
             block, end, masked = problem.stretch(number)
             for g in range(problem.group):
-                number, block = problem.meeting_stretch(number, block, first, count)
+                number, block = problem.meeting_stretch(number, block, first, count, stop)
                 _begin, end, masked = problem.stretch(number)
                 for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)
