@@ -22,7 +22,7 @@ CONFIG = {
     "sequence_len": 1024, "gradient_accumulation_steps": 1, "num_epochs": 2, "max_steps": 2, "learning_rate": 1e-3,
     "optimizer": "adamw_torch", "lr_scheduler": "constant", "attn_implementation": "eager", "bf16": False,
     "fp16": False, "tf32": False, "logging_steps": 1, "save_steps": 2, "val_set_size": 0, "curriculum_sampling": True,
-    "pad_to_sequence_len": False, "special_tokens": {"pad_token": "<|endoftext|>"},
+    "pad_to_sequence_len": False, "dataset_num_proc": 1, "special_tokens": {"pad_token": "<|endoftext|>"},
 }  # fmt: skip
 # Prompts have no labels, so that packing adds none for the first token of a document.
 ROWS = {"field_instruction": "prompt", "field_output": "answer", "format": "{instruction}"}
