@@ -168,6 +168,10 @@ class Words:
             return None
         return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
 
+    def send_to_host(self, on_host: torch.Tensor) -> None:
+        """Copy the words that have arrived on the current stream."""
+        on_host.copy_(self.arrived, non_blocking=True)
+
 
 def expect(
     group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]
@@ -226,10 +230,14 @@ def _describe(word: int, own: CallNumber) -> str:
 
 
 def _compare(unread: _Unread) -> str:
-    words = zip(unread.senders, unread.words.tolist(), strict=True)
-    theirs = [f"rank {rank} in {_describe(word, unread.call)}" for rank, word in words if word != unread.call.word]
-    if not theirs:
+    words, own = unread.words.tolist(), unread.call.word
+    if words.count(own) == len(words):
         return ""
+    theirs = [
+        f"rank {rank} in {_describe(word, unread.call)}"
+        for rank, word in zip(unread.senders, words, strict=True)
+        if word != own
+    ]
     return (
         f"ranks were in different attention calls: this rank in call {unread.call}, "
         f"{', '.join(theirs)}; their K/V were mixed, so results since then are wrong: restart from the last "

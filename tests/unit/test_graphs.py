@@ -23,6 +23,7 @@ from ringflash.comm.transport import buffer, buffers, copy_engine, lanes
 from ringflash.comm.transport.areas import BEGIN
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.message_gather import NcclGather
+from ringflash_kernels.api import observed_launches
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.forward import host
@@ -189,12 +190,17 @@ def test_launches_compile_once_for_what_triton_finds(
 ) -> None:
     monkeypatch.setattr(launcher, "driver", STREAMS)
     kernel, x = Kernel(), torch.zeros(8)
-    launch = Launcher(kernel, specialised=specialised)
-    for length in lengths:
-        launch("variant", 1, x, length, BLOCK=64)
+    launch, told = Launcher(kernel, specialised=specialised), list[Any]()
+    with observed_launches(told.append):
+        for length in lengths:
+            launch("variant", 1, x, length, BLOCK=64)
     assert len(kernel.compiled) == variants
     launches = [args for compiled in kernel.compiled for args in compiled.launches]
     assert len(launches) == len(lengths) - variants
+    assert told.count(None) == variants and len(told) == len(lengths)
+    (run, head, args) = next(filter(None, told))
+    run(*head, *args)  # the same launch
+    assert [args for compiled in kernel.compiled for args in compiled.launches].count(launches[0]) >= 2
     assert all((way, stream, block) == ("direct", 7, 64) for way, stream, _, _, block in launches)
 
 

@@ -5,7 +5,8 @@ A launch is the call that triton's `JITFunction.run` makes after its inspection,
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,6 +18,24 @@ _OPTIONS = {
     # triton asks for level 2, with which the ptxas of 3.9 (13.4) spills registers in loops; earlier ones ignore it.
     "ptx_options": "--regAllocOptLevel=4",
 }
+
+
+class Observer(threading.local):
+    """Observer of the launches of a thread.
+
+    `tell` is given the function that launched, its first arguments, and those of the kernel; None for the first launch
+    of a variant, which triton makes.
+    """
+
+    tell: Callable[[tuple[Any, ...] | None], None] | None = None
+
+
+observer = Observer()
+
+
+def is_traced() -> bool:
+    """Return True if a profiler observes launches."""
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 class Launcher:
@@ -49,14 +68,16 @@ class Launcher:
         if known is not None:
             compiled, run, constant_values, stream_of = known
             stream = stream_of(device)
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
+            if is_traced():
                 compiled[num_programs, 1, 1](*args, *constant_values, stream=stream)
                 return
-            run(
-                num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *args, *constant_values,
-            )  # fmt: skip
+            head = num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
+            run(*head, *args, *constant_values)
+            if observer.tell is not None:
+                observer.tell((run, head, (*args, *constant_values)))
             return
+        if observer.tell is not None:
+            observer.tell(None)
         compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps, **_OPTIONS)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
