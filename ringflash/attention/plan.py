@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -60,6 +61,7 @@ class CallPlan:
     options: CallOptions
     members: tuple[int, ...] = ()
     transport_reason: str = ""
+    _blocks: dict[CallShape, tuple[Gathering, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def size_and_rank(self) -> tuple[int, int]:
@@ -93,6 +95,11 @@ class CallPlan:
 
     def key_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
         """Return the blocks of keys to all-gather, of equal distances on all ranks."""
+        if shape not in self._blocks:
+            self._blocks[shape] = self._plan_blocks(shape)
+        return self._blocks[shape]
+
+    def _plan_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
         whole, layout = self.gathering, self.options.layout
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
         limits = whole.capacity, whole.returned_rows, whole.pairs
@@ -166,6 +173,34 @@ class CallPlan:
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)
         return RingOfHops(hops, channel, *how, options.fp8_backward)
+
+
+planned: dict[Hashable, CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+_MAX_PLANNED = 32
+
+
+def plan_again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | tuple[int, ...] | None,
+    options: CallOptions,
+    grad_flags: int = 0,
+) -> CallPlan:
+    """Return `plan_call` of these arguments, kept from an equal call over GPUs that share the sequence."""
+    group = options.group
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+        return plan_call(q, k, v, cu_seqlens, options, grad_flags)
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    key = forms, cu_seqlens, options, grad_flags, known_split(group)
+    plan = planned.get(key)
+    if plan is None:
+        plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
+        if UNDECIDED not in (plan.algorithm, plan.transport):
+            if len(planned) == _MAX_PLANNED:
+                del planned[next(iter(planned))]
+            planned[key] = plan
+    return plan
 
 
 def plan_call(
