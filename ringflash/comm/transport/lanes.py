@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -67,6 +67,7 @@ class Lanes:
 
     Attributes:
         recorder: recorder of the present call, if it is recorded.
+        known: the current stream, in `on_one_stream` and in lanes.
     """
 
     recorder: CallRecorder | None = None
@@ -79,7 +80,7 @@ class Lanes:
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
-        self._known: torch.cuda.Stream | None = None  # the current stream, in `on_one_stream` and in lanes
+        self.known: torch.cuda.Stream | None = None
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         if self.recorder is not None and not self._cache.has(key):
@@ -105,37 +106,32 @@ class Lanes:
     def note(self, work: Callable[..., T], *args: Any) -> T:
         return work(*args) if self.recorder is None else self.recorder.note(work, args)
 
-    @contextmanager
-    def on_one_stream(self) -> Iterator[None]:
-        self._known = self.current()
-        try:
-            yield
-        finally:
-            self._known = None
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        return _OneStream(self)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Make a stream current, in `on_one_stream`."""
         torch.cuda.set_stream(stream)  # the context manager is several times slower
-        self._known = stream
+        self.known = stream
 
     def current(self) -> torch.cuda.Stream:
         """Return the current stream."""
         # With a torch.device as argument, or without any, torch's answer is several times slower.
-        return torch.cuda.current_stream(self._device.index) if self._known is None else self._known
+        return torch.cuda.current_stream(self._device.index) if self.known is None else self.known
 
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, known, current = self._lanes[lane], self._known, self.current()
+        stream, known, current = self._lanes[lane], self.known, self.current()
         self.enter(stream)
         try:
             self._wait(stream, after)
             work()
             return self._record(stream)
         finally:
-            self._known = known
+            self.known = known
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
@@ -170,6 +166,19 @@ class Lanes:
             marker.wait(stream)  # type: ignore[attr-defined]
             if self.recorder is not None:
                 self.recorder.wait(marker, stream)
+
+
+class _OneStream:
+    """Context of `Lanes.on_one_stream`; one by contextlib takes several times as long."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        self._lanes.known = self._lanes.current()
+
+    def __exit__(self, *error: object) -> None:
+        self._lanes.known = None
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:
