@@ -379,8 +379,8 @@ def collect(
 
 
 @contextmanager
-def observed_launches(tell: Callable[[tuple[Any, ...] | None], None]) -> Iterator[None]:
-    """Call `tell` for each launch of "hopper" and "hopper_fp8" by this thread in the context; see `Observer`."""
+def observed_launches(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Call `tell` for each launch of "hopper" and "hopper_fp8" by this thread in the context; see `launcher.Launch`."""
     from ringflash_kernels.hopper import launcher
 
     launcher.observer.tell = tell

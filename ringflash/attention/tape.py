@@ -28,6 +28,7 @@ from ringflash.comm.wait_timer import measuring
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 from ringflash_kernels.api import launches_are_traced, observed_launches
 
+_MAX_BOUND = 256  # launches of a step that are kept
 _CALLS = 4  # of a form, after which it is no longer recorded
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -214,34 +215,49 @@ class Recorder(TorchDispatchMode):
         """Note that the call cannot be repeated."""
         self.problem = problem
 
-    def launch(self, launch: tuple[Any, ...] | None) -> None:
+    def launch(self, launch: Any) -> None:
         """Note the launch of a kernel; None if triton compiled it, which may allocate."""
         self._drop_freed()
         if launch is None:
             self.problem = "a kernel was compiled"
             return
-        run, head, args = launch
-        template, pointers, descriptors = list(args), list[tuple[int, int, int]](), list[tuple[_Address, int, int]]()
-        for place, x in enumerate(args):
+        given, launch = launch.args, launch._replace(args=())  # a step must not keep tensors
+        template, moving = list(given), list[tuple[int, int, int, _Address | None]]()
+        for place, x in enumerate(given):
+            base = None
             if isinstance(x, torch.Tensor):
                 slot, offset = self._place(x)
                 template[place] = offset
-                if slot is not None:
-                    pointers.append((place, slot, offset))
             elif hasattr(x, "block_shape"):
                 slot, offset = self._place(x.base)
-                template[place] = descriptor = copy.copy(x)
-                descriptor.base = _Address(offset)
-                if slot is not None:
-                    descriptors.append((descriptor.base, slot, offset))
+                template[place], base = copy.copy(x), _Address(offset)
+                template[place].base = base
+            else:
+                continue
+            if slot is not None:
+                moving.append((place, slot, offset, base))
+        bound = dict[tuple[int, ...], Callable[[], object]]()  # by addresses, of which most calls have few
 
         def again(now: Repetition) -> None:
-            addresses = now.addresses
-            for place, slot, offset in pointers:
-                template[place] = addresses[slot] + offset
-            for base, slot, offset in descriptors:
-                base.address = addresses[slot] + offset
-            run(*head, *template)
+            at = now.addresses
+            addresses = tuple([at[slot] + offset for _, slot, offset, _ in moving])
+            known = bound.get(addresses)
+            if known is not None:
+                known()
+                return
+            for (place, _, _, base), address in zip(moving, addresses, strict=True):
+                if base is None:
+                    template[place] = address
+                else:
+                    base.address = address
+            known = launch.bound(template)
+            if known is None:
+                launch.run(*launch.head, *template)
+                return
+            if len(bound) == _MAX_BOUND:
+                bound.clear()
+            bound[addresses] = known
+            known()
 
         self.steps.append(again)
 

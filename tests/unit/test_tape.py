@@ -28,7 +28,7 @@ from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import rounds
 from ringflash_kernels.hopper import launcher
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.launcher import Launch, Launcher
 from tests.emulator.host import cuda_properties
 
 Inputs = tuple[torch.Tensor | None, ...]
@@ -144,13 +144,25 @@ class Memory(copy_engine.CopyEngine):
         LOGS[-1].say("barrier", LOGS[-1].stream, channel)
 
 
+class Run:
+    """triton's launcher of a kernel."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.launch = lambda *every: LOGS[-1].launch(*every)
+
+    def __call__(self, *every: Any) -> None:
+        self.launch(*every)
+
+
 def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **constants: Any) -> None:
     """Stand in for `Launcher.__call__`."""
     head = num_programs, LOGS[-1].stream, id(kernel)
-    said = (lambda *every: LOGS[-1].launch(*every)), head, (*args, *constants.values())
-    said[0](*said[1], *said[2])
+    made = Launch(Run(), head, (*args, *constants.values()))
+    made.run(*made.head, *made.args)
     if launcher.observer.tell is not None:
-        launcher.observer.tell(said)
+        launcher.observer.tell(made)
 
 
 def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int]) -> None:

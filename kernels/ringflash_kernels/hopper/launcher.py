@@ -5,9 +5,12 @@ A launch is the call that triton's `JITFunction.run` makes after its inspection,
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from triton.knobs import runtime
@@ -20,14 +23,41 @@ _OPTIONS = {
 }
 
 
+class Launch(NamedTuple):
+    """A launch: triton's launcher of the compiled kernel, its first arguments, and those of the kernel."""
+
+    run: Any
+    head: tuple[Any, ...]
+    args: tuple[Any, ...]
+
+    def bound(self, args: Sequence[Any]) -> Callable[[], object] | None:
+        """Return the launch with other arguments and its descriptors encoded, which may be repeated.
+
+        triton encodes descriptors in Python at each launch, which takes longer than the launch itself. None if its
+        launcher has not the form that it has in the releases of `environment`, or if the kernel needs scratch memory.
+        """
+        launch, given = getattr(self.run, "launch", None), list[tuple[Any, ...]]()
+        if launch is None or self.run.global_scratch_size or self.run.profile_scratch_size:
+            return None
+        note: Callable[..., None] = lambda *every: given.append(every)  # noqa: E731
+        if isinstance(launch, FunctionType):  # encodes, and calls the variable `launcher`, which is in C
+            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+            if "launcher" not in cells:
+                return None
+            in_c, cells["launcher"] = cells["launcher"].cell_contents, CellType(note)
+            note = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
+        else:
+            in_c = launch
+        noting = copy.copy(self.run)
+        noting.launch = note
+        noting(*self.head, *args)
+        return functools.partial(in_c, *given[0])
+
+
 class Observer(threading.local):
-    """Observer of the launches of a thread.
+    """Observer of the launches of a thread; `tell` is given None for the first one of a variant, which triton makes."""
 
-    `tell` is given the function that launched, its first arguments, and those of the kernel; None for the first launch
-    of a variant, which triton makes.
-    """
-
-    tell: Callable[[tuple[Any, ...] | None], None] | None = None
+    tell: Callable[[Launch | None], None] | None = None
 
 
 observer = Observer()
@@ -74,7 +104,7 @@ class Launcher:
             head = num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
             run(*head, *args, *constant_values)
             if observer.tell is not None:
-                observer.tell((run, head, (*args, *constant_values)))
+                observer.tell(Launch(run, head, (*args, *constant_values)))
             return
         if observer.tell is not None:
             observer.tell(None)
