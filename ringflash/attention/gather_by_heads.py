@@ -145,24 +145,18 @@ class HeadGather:
         """Run a pass by `issue(*tensors)`; repeat its tape once there is one."""
         assert tensors[0] is not None
         memory, device = self.memory, tensors[0].device
-        if self.queries_arrived or not can_repeat(self.impl, device, tensors):
-            return issue(*tensors)
-        assert isinstance(memory, Lanes)
-        options = self.impl, self.softmax_scale, self.deterministic, self.fp8_backward, self.rounded
-        stream = memory.current().cuda_stream
-        key = (
-            pass_name,
-            *map(id, self.blocks),
-            options,
-            form_of(tensors),
-            stream,
-            comm_sms(self.impl, transport_name(memory)),
-        )
-        tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
-        if not tape.steps:
-            return tape.record(memory, tensors, issue)
-        with self._watched(pass_name, device) as watched:
-            return tape.repeat(memory, tensors, self.number, watched)
+        with memory.on_one_stream():
+            if self.queries_arrived or not can_repeat(self.impl, device, tensors):
+                return issue(*tensors)
+            assert isinstance(memory, Lanes)
+            options = self.impl, self.softmax_scale, self.deterministic, self.fp8_backward, self.rounded
+            place = memory.current().cuda_stream, comm_sms(self.impl, transport_name(memory))
+            key = pass_name, *map(id, self.blocks), options, form_of(tensors), place
+            tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
+            if not tape.steps:
+                return tape.record(memory, tensors, issue)
+            with self._watched(pass_name, device) as watched:
+                return tape.repeat(memory, tensors, self.number, watched)
 
     @contextmanager
     def _watched(self, pass_name: str, device: torch.device) -> Iterator[CallInFlight | Unwatched]:
@@ -171,7 +165,7 @@ class HeadGather:
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
         the caller's stream waits for all of them.
         """
-        with self.memory.on_one_stream(), watching(self.memory, pass_name, device) as watched:
+        with watching(self.memory, pass_name, device) as watched:
             try:
                 yield watched
             except BaseException:
