@@ -259,7 +259,7 @@ class GatheredKV:
         """Queue the words of the peers for comparison."""
         members = self.memory.members
         senders = [members[sender] if members else sender for sender in self.words.senders]
-        call_numbers.expect(self.memory.group, marker, number, on_host, senders)
+        call_numbers.expect(self.memory.group, marker, number, on_host, senders, self.words.unused)
 
 
 def split_heads(

@@ -165,7 +165,7 @@ def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **cons
         launcher.observer.tell(made)
 
 
-def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int]) -> None:
+def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int], _: object) -> None:
     """Stand in for `call_numbers.expect`."""
     LOGS[-1].unread.append(words)
     LOGS[-1].say("expect", LOGS[-1].numbers[id(event)], LOGS[-1].place(words.data_ptr()), number, senders)
