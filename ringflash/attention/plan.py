@@ -21,7 +21,7 @@ from ringflash.attention.sections import choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.group import HostSplit, known_split
+from ringflash.comm.group import HostSplit, known_split, store_of
 from ringflash.comm.hosts import find_split, refusal_of
 from ringflash.comm.transport import (
     TRANSPORTS,
@@ -197,6 +197,8 @@ def plan_again(
     if plan is None:
         plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
         if UNDECIDED not in (plan.algorithm, plan.transport):
+            for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
+                del planned[old]  # its group has been destroyed
             if len(planned) == _MAX_PLANNED:
                 del planned[next(iter(planned))]
             planned[key] = plan
