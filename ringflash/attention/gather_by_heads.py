@@ -110,12 +110,14 @@ class HeadGather:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        *saved: torch.Tensor | None,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        row_max: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
         returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k))
-        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, *saved), (dq, dk, dv)), k, v)
+        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)), k, v)
         return dq, dk, dv
 
     def num_posted(self) -> int:
