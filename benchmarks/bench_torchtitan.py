@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 OLD_TORCH = not hasattr(dist, "set_timeout")
 if OLD_TORCH:  # names that torchtitan 0.3 imports or calls, and that "partial_dtensor" does not need
-    dist.set_timeout = lambda *_: None
+    dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 
@@ -199,7 +199,8 @@ def main() -> None:
         attention, seqlen = options.run.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)
         return
-    results = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
+    rows: list[dict] = []
+    results = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": rows}
     for seqlen in options.lengths.split(","):
         for attention in options.attentions.split(","):
             with tempfile.TemporaryDirectory() as folder:
@@ -208,7 +209,7 @@ def main() -> None:
                 command += [str(options.nproc or torch.cuda.device_count()), __file__, "--json", str(out)]
                 command += ["--run", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
                 subprocess.run(command, check=True)
-                results["rows"].append(row := json.loads(out.read_text()))
+                rows.append(row := json.loads(out.read_text()))
             options.json.write_text(json.dumps(results, indent=1))
             print(f"{attention} at {seqlen}: {row['tokens_per_s']} tokens/s, {row['memory_gib']} GiB", flush=True)
 

@@ -191,7 +191,7 @@ def plan_again(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Documents | None,
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
