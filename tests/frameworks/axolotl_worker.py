@@ -22,4 +22,5 @@ def on_cpu(self: Any) -> None:
 
 
 ModelLoader._set_device_map_config = on_cpu
-do_cli(sys.argv[1])
+if __name__ == "__main__":  # not in the processes that it spawns
+    do_cli(sys.argv[1])
