@@ -26,7 +26,7 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import rounds
+from ringflash_kernels.api import needs_row_max, rounds
 from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.launcher import Launch, Launcher
 from tests.emulator.host import cuda_properties
@@ -235,11 +235,11 @@ class Calls:
         case, (k_dim, v_dim), count = self.case, self.case.dims, self.case.num_sections
         shapes = [(1, self.rows, n * count, dim) for n, dim in ((2, k_dim), (1, k_dim), (1, v_dim), (2, v_dim))]
         q, k, v, dout = (x.detach() for x in inputs(shapes, one_storage))
-        row_max = torch.zeros(1, 2 * count, self.rows) if case.impl == "hopper_fp8_all" else None
+        row_max = torch.zeros(1, 2 * count, self.rows) if needs_row_max(case.impl) else None
         heads, lines = (1,) * count, list[Any]()
         call = HeadGather(
-            self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), rounds(case.impl),
-        )  # fmt: skip
+            self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), rounds(case.impl)
+        )
         watched = [CallInFlight(0, 0, name, 0.0) for name in ("forward", "backward")]
         with (
             mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)),
