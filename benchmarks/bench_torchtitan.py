@@ -46,6 +46,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.config.override import OverrideConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
+from torchtitan.models.common import attention as titan_attention  # noqa: E402
 from torchtitan.models.llama3 import config_registry, parallelize  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
@@ -132,6 +133,14 @@ def configure(attention: str, seqlen: int, layers: int, steps: int, flavor: str)
     return config
 
 
+def use_old_torch(attention: str) -> None:
+    """Call what an older torch has, and for the ring put it in place."""
+    create = titan_attention._compiled_create_block_mask
+    titan_attention._compiled_create_block_mask = lambda *args, separate_full_blocks, **kwargs: create(*args, **kwargs)
+    if attention == "ring":
+        put_the_ring_in_place()
+
+
 def put_the_ring_in_place() -> None:
     """Give the attention of llama3 its ring under "partial_dtensor", which does not parallelize it."""
     import ringflash.torchtitan  # noqa: F401  # its check of the configuration is replaced next
@@ -146,8 +155,8 @@ def put_the_ring_in_place() -> None:
 
 def measure(out: Path, attention: str, **arguments: Any) -> None:
     """Train on this rank; the first one writes what its steps took."""
-    if OLD_TORCH and attention == "ring":
-        put_the_ring_in_place()
+    if OLD_TORCH:
+        use_old_torch(attention)
     trainer = configure(attention, **arguments).build()
     ends, losses, log = [], [], trainer.metrics_processor.log
 

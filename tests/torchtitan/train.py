@@ -118,6 +118,7 @@ def configure(case: dict[str, Any]) -> Trainer.Config:
     config.checkpoint.enable = "folder" in case
     if "folder" in case:
         config.dump_folder, config.checkpoint.interval = case["folder"], 1
+        config.checkpoint.load_step = case.get("load_step", -1)
     config.validator.enable = case.get("validate", False)
     if config.validator.enable:
         config.validator.dataloader, config.validator.freq, config.validator.steps = config.dataloader, 1, 1

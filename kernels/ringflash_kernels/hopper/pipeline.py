@@ -13,6 +13,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
+    opaque,
     scale_unless_one,
     seen_only,
     start_of,
@@ -261,8 +262,8 @@ def publish(ticket, row, num_blocks, count, shared, barriers, V: gl.constexpr):
     mbarrier.wait(barriers.ticket_empty.index(index), phase ^ 1)
     store_number(shared.ticket.index(index), ticket)
     if V.mask == "ends":
-        store_number(shared.numbers.index(2 * index), row)
-        store_number(shared.numbers.index(2 * index + 1), num_blocks)
+        store_number(shared.ticket.index(2 + 2 * index), row)
+        store_number(shared.ticket.index(3 + 2 * index), num_blocks)
     mbarrier.arrive(barriers.ticket_full.index(index), count=1)
 
 
@@ -288,6 +289,12 @@ def matrices(tiles, V: gl.constexpr):
     else:
         parts = (first,)
     return parts
+
+
+@gluon.jit
+def own_q(shared, W: gl.constexpr, V: gl.constexpr):
+    """Return Q of warpgroup W as matrices."""
+    return matrices(q_tiles(shared, opaque(W), V), V)
 
 
 @gluon.jit
@@ -404,15 +411,15 @@ def nothing_yet(V: gl.constexpr):
 @gluon.jit
 def announce_stretch(index, begin, end, masked, shared):
     """Tell the consumers which stretch begins in slot `index` of the ring; see `stretch_at`."""
-    store_number(shared.numbers.index(4 + 2 * index), end)
-    store_number(shared.numbers.index(4 + 2 * index + 1), (end - begin) * 2 + masked)
+    store_number(shared.ticket.index(6 + 2 * index), end)
+    store_number(shared.ticket.index(7 + 2 * index), (end - begin) * 2 + masked)
 
 
 @gluon.jit
 def stretch_at(index, shared):
     """Return the stretch that begins in slot `index`: the block after its last one, its masked and its other blocks."""
-    end = load_number(shared.numbers.index(4 + 2 * index))
-    number = load_number(shared.numbers.index(4 + 2 * index + 1))
+    end = load_number(shared.ticket.index(6 + 2 * index))
+    number = load_number(shared.ticket.index(7 + 2 * index))
     masked = (number & 1) * (number >> 1)
     return end, masked, (number >> 1) - masked
 
@@ -534,8 +541,8 @@ def receive(count, shared, barriers, V: gl.constexpr):
     mbarrier.wait(barriers.ticket_full.index(index), phase)
     ticket = load_number(shared.ticket.index(index))
     if V.mask == "ends":
-        row = load_number(shared.numbers.index(2 * index))
-        num_blocks = load_number(shared.numbers.index(2 * index + 1))
+        row = load_number(shared.ticket.index(2 + 2 * index))
+        num_blocks = load_number(shared.ticket.index(3 + 2 * index))
     else:
         row = 0
         num_blocks = 0
@@ -576,6 +583,13 @@ def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
     else:
         ring = (first,)
     return ring
+
+
+@gluon.jit
+def tickets(V: gl.constexpr):
+    """Allocate two tickets; under a two-sided mask also row and number of blocks of each, and two numbers a stage."""
+    COUNT: gl.constexpr = 6 + 2 * V.tiles.num_stages if V.mask == "ends" else 2
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

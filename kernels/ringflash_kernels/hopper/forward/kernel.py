@@ -28,7 +28,6 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     maxima_of_rows,
     mbarrier,
-    opaque,
     reinterpret,
     tma_load,
     tma_store_wait,
@@ -56,11 +55,11 @@ from ringflash_kernels.hopper.pipeline import (
     merge_weights,
     nothing_yet,
     over_lanes,
+    own_q,
     pair,
     pass_block,
     pass_turn,
     publish,
-    q_tiles,
     receive,
     received_tile,
     rescaled,
@@ -71,6 +70,7 @@ from ringflash_kernels.hopper.pipeline import (
     store_part,
     stretch_at,
     take_turn,
+    tickets,
     tiles_at,
     visible_keys,
 )
@@ -126,7 +126,7 @@ class ForwardVariant:
 class Shared(NamedTuple):
     """Shared memory: rings of q, k and v tiles for each part of the head, staging of results, the next ticket.
 
-    Under a two-sided mask also a ring of the ends of keys, and the numbers that describe tickets and stretches.
+    Under a two-sided mask also a ring of the ends of keys.
     """
 
     q: tuple
@@ -135,7 +135,6 @@ class Shared(NamedTuple):
     stage: object
     ticket: object
     ends: object
-    numbers: object
 
 
 # ------------------------------------------------------------------------------------------------------ producer
@@ -218,12 +217,6 @@ def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointe
 
 
 # ----------------------------------------------------------------------------------------------------- consumers
-
-
-@gluon.jit
-def own_q(shared, W: gl.constexpr, V: gl.constexpr):
-    """Return Q of warpgroup W as matrices."""
-    return matrices(q_tiles(shared, opaque(W), V), V)
 
 
 @gluon.jit
@@ -597,15 +590,12 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, ends_desc, V: gl.constexp
         q_ring = ring_of(q_desc, WARPGROUPS, V)
     k_ring = ring_of(k_desc, V.tiles.num_stages, V)
     v_ring = ring_of(v_desc, V.tiles.num_stages, V)
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
+    ticket = tickets(V)
     if V.mask == "ends":
         ends = gl.allocate_shared_memory(gl.int32, [V.tiles.num_stages] + ends_desc.block_shape, ends_desc.layout)
-        numbers = gl.allocate_shared_memory(gl.int32, [4 + 2 * V.tiles.num_stages, 1], NUMBER)
     else:
         ends = 0
-        numbers = 0
-    return Shared(q_ring, k_ring, v_ring, stage, ticket, ends, numbers)
+    return Shared(q_ring, k_ring, v_ring, stage, ticket, ends)
 
 
 @gluon.jit(

@@ -84,6 +84,7 @@ from ringflash_kernels.hopper.pipeline import (
     store_part,
     stretch_at,
     take_turn,
+    tickets,
     tiles_at,
     visible_keys,
 )
@@ -148,7 +149,6 @@ class Fp8Shared(NamedTuple):
     stage: object
     ticket: object
     ends: object
-    numbers: object
 
 
 class WarpgroupRows(NamedTuple):
@@ -568,15 +568,12 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
     k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
+    ticket = tickets(V)
     if V.mask == "ends":
         ends = gl.allocate_shared_memory(gl.int32, [STAGES] + ends_desc.block_shape, ends_desc.layout)
-        numbers = gl.allocate_shared_memory(gl.int32, [4 + 2 * STAGES, 1], NUMBER)
     else:
         ends = 0
-        numbers = 0
-    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends, numbers)
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends)
 
 
 @gluon.jit(
