@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 OLD_TORCH = not hasattr(dist, "set_timeout")
 if OLD_TORCH:  # names that torchtitan 0.3 imports or calls, and that "partial_dtensor" does not need
-    dist.set_timeout = lambda *_: None
+    dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
     if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
         torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
 
@@ -201,7 +201,7 @@ def main() -> None:
         attention, seqlen = options.run.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)
         return
-    results = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
+    results: dict[str, Any] = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
     for seqlen in options.lengths.split(","):
         for attention in options.attentions.split(","):
             with tempfile.TemporaryDirectory() as folder:
