@@ -201,8 +201,7 @@ def main() -> None:
         attention, seqlen = options.run.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)
         return
-    rows: list[dict] = []
-    results = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": rows}
+    results: dict[str, Any] = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
     for seqlen in options.lengths.split(","):
         for attention in options.attentions.split(","):
             with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +210,7 @@ def main() -> None:
                 command += [str(options.nproc or torch.cuda.device_count()), __file__, "--json", str(out)]
                 command += ["--run", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
                 subprocess.run(command, check=True)
-                rows.append(row := json.loads(out.read_text()))
+                results["rows"].append(row := json.loads(out.read_text()))
             options.json.write_text(json.dumps(results, indent=1))
             print(f"{attention} at {seqlen}: {row['tokens_per_s']} tokens/s, {row['memory_gib']} GiB", flush=True)
 

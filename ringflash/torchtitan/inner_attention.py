@@ -116,6 +116,5 @@ class RingInnerAttention(Module):
             window_size=(-1, -1) if mask.window is None else (mask.window - 1, 0), cu_seqlens=mask.cu_seqlens,
             layout=mask.layout or "contiguous", return_lse=with_lse, **self.options,
         )  # fmt: skip
-        out, lse = result if with_lse else (result, None)
-        lse = None if lse is None else lse.transpose(1, 2)
+        out, lse = (result[0], result[1].transpose(1, 2)) if with_lse else (result, None)
         return (out[0], None if lse is None else lse[0]) if folded else (out, lse)

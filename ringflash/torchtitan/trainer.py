@@ -41,7 +41,7 @@ def _cut_inputs(
     load_balancer_type: str | None = "headtail", *rest: Any,
 ) -> Any:  # fmt: skip
     """Cut tokens, labels and positions as torchtitan does; masks describe the whole sequence and stay as they are."""
-    masks = extra_kwargs.get("attention_masks")
+    masks: Any = extra_kwargs.get("attention_masks")
     if not any(isinstance(mask, RingMask) for mask in (masks.values() if isinstance(masks, dict) else [masks])):
         return _titan_cut_inputs(inputs, labels, extra_kwargs, cp_mesh, device, load_balancer_type, *rest)
     layout = LAYOUTS[load_balancer_type]

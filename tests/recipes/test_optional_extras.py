@@ -15,7 +15,8 @@ from tests.recipes.launching import run
 
 
 @pytest.mark.parametrize(
-    ("package", "module"), [("lightning", "lightning"), ("deepspeed", "deepspeed"), ("numpy", "data")]
+    ("package", "module"),
+    [("lightning", "lightning"), ("deepspeed", "deepspeed"), ("numpy", "data"), ("torchtitan", "torchtitan")],
 )
 def test_a_module_without_its_package_names_the_extra(
     package: str, module: str, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ RINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "contiguous": (2, {"cp": 2, "balancer": None}),
     "full_checkpoints": (2, {"cp": 2, "checkpointing": "full"}),
     "accumulation": (2, {"cp": 2, "rows": 1, "validate": False}),
+    "full_dtensor": (2, {"cp": 2, "backend": "full_dtensor", "validate": False}),
     "four": (4, {"cp": 4}),
     "fsdp": (4, {"cp": 2, "rows": 2, "checkpointing": "selective", **BOTH}),
     "hsdp": (4, {"cp": 2, "rows": 2, "replicate": 2}),
