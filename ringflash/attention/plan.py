@@ -191,13 +191,14 @@ def plan_again(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Documents | None,
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
     """Return `plan_call` of these arguments, kept from an equal call over GPUs that share the sequence."""
     group = options.group
-    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+    refusable = cu_seqlens is not None and cuda_graphs.capturing(q.device)
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor) or refusable:
         return plan_call(q, k, v, cu_seqlens, options, grad_flags)
     forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
     key = forms, cu_seqlens, options, grad_flags, known_split(group)

@@ -91,7 +91,8 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
             first = end if small else documents.bounds[index + 1]
     heads = torch.tensor(firsts, device="cpu")
     unit = torch.bucketize(torch.arange(len(ends), device="cpu"), heads, right=True) - 1
-    return starts[heads], *(torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    lengths, work = (torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    return starts[heads], lengths, work
 
 
 class _Order:

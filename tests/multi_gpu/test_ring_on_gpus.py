@@ -36,6 +36,8 @@ LONG = [
     Case(head_dim=64, layout="contiguous", documents="crossing"),
     Case(head_dim=128, layout="striped", documents="mixed"),
     Case(head_dim=128, layout="documents", documents="divisible", window="left"),
+    Case(head_dim=128, layout="balanced", documents="deep"),
+    Case(head_dim=64, documents="rollouts", window="left"),
 ]
 HEAD_DIMS = [
     replace(case, head_dim=size)

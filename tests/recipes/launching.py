@@ -129,7 +129,7 @@ class Ranks:
         return [rank.exitcode for rank in self._ranks]
 
     def output(self) -> str:
-        """What the ranks have printed by now."""
+        """Return what the ranks have printed by now."""
         return self._output.read_text(errors="replace")
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.api import rounds
+from ringflash_kernels.api import needs_row_max, rounds
 from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.launcher import Launch, Launcher
 from tests.emulator.host import cuda_properties
@@ -206,7 +206,6 @@ class Case(NamedTuple):
     dims: tuple[int, int] = (128, 128)
     num_sections: int = 3
     num_blocks: int = 1
-    fp8_backward: str = "bf16"
     deterministic: bool = False
     window: tuple[int, int] = (-1, -1)
     parts: bool = False
@@ -216,7 +215,7 @@ CASES = {
     "one section": Case(num_sections=1), "sections": Case(num_sections=5), "blocks": Case(num_blocks=2),
     "in order": Case(dims=(96, 96), deterministic=True), "wide": Case(dims=(256, 256)), "window": Case(window=(3, 0)),
     "narrow values": Case(dims=(192, 128)), "in two parts": Case(parts=True),
-    "fp8": Case("hopper_fp8", fp8_backward="fp8"), "fp8, blocks": Case("hopper_fp8", (64, 64), 2, 2, "fp8_scores"),
+    "fp8": Case("hopper_fp8_all"), "fp8, blocks": Case("hopper_fp8_scores", (64, 64), 2, 2),
 }  # fmt: skip
 
 
@@ -236,12 +235,11 @@ class Calls:
         case, (k_dim, v_dim), count = self.case, self.case.dims, self.case.num_sections
         shapes = [(1, self.rows, n * count, dim) for n, dim in ((2, k_dim), (1, k_dim), (1, v_dim), (2, v_dim))]
         q, k, v, dout = (x.detach() for x in inputs(shapes, one_storage))
-        row_max = torch.zeros(1, 2 * count, self.rows) if case.fp8_backward == "fp8" else None
+        row_max = torch.zeros(1, 2 * count, self.rows) if needs_row_max(case.impl) else None
         heads, lines = (1,) * count, list[Any]()
         call = HeadGather(
-            self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), case.fp8_backward,
-            rounds(case.impl),
-        )  # fmt: skip
+            self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), rounds(case.impl)
+        )
         watched = [CallInFlight(0, 0, name, 0.0) for name in ("forward", "backward")]
         with (
             mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)),
