@@ -325,11 +325,17 @@ def compute_loss(original: Callable[..., Any], self: Any, *args: Any, **options:
 
 
 def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """Count the labels of this rank's batches if `average_tokens_across_devices` is off: Trainer still divides."""
-    count = original(self, *args)
-    if count is None or self.args.average_tokens_across_devices:
-        return count
-    return count * ring_size(self.accelerator.parallelism_config)
+    """Count the labels of this rank's batches if `average_tokens_across_devices` is off.
+
+    Trainer would divide them by the ranks of the ring, which all have them; transformers 5.20 rounds the result down.
+    """
+    if ring_size(self.accelerator.parallelism_config) == 1 or self.args.average_tokens_across_devices:
+        return original(self, *args)
+    self.get_tp_size = lambda: 1
+    try:
+        return original(self, *args)
+    finally:
+        del self.get_tp_size
 
 
 def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash.accelerate import registration
 from ringflash.accelerate.forward import put_on_ring
 from tests.helpers import models, trainer
 from tests.helpers.pool import Context, Pool, on_ranks
@@ -121,6 +123,28 @@ def test_a_model_without_accelerates_wrappers_stays_on_the_ring(ctx: Context) ->
     forward = bare.forward
     put_on_ring(bare, prepared.module.forward.__func__.group)
     assert bare.forward is forward.__func__
+
+
+class RoundingTrainer:
+    """A Trainer of transformers 5.20, in a ring of four with 419 labels."""
+
+    args = SimpleNamespace(average_tokens_across_devices=False)
+    accelerator = SimpleNamespace(parallelism_config=SimpleNamespace(cp_backend="ringflash", cp_size=4))
+
+    def get_tp_size(self) -> int:
+        """Size of the ring, as `register` lets it say."""
+        return 4
+
+    def count(self) -> int:
+        """Labels of this rank's batches, divided by the ranks that have them."""
+        return 419 // self.get_tp_size()
+
+
+def test_labels_of_a_ring_are_not_rounded() -> None:
+    """If tokens are not averaged across devices, Trainer divided 419 labels by four and the ring multiplied by it."""
+    trainer_ = RoundingTrainer()
+    assert registration._get_num_items_in_batch(RoundingTrainer.count, trainer_) == 419
+    assert trainer_.get_tp_size() == 4
 
 
 @on_ranks(4)
