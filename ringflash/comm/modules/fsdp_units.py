@@ -125,15 +125,17 @@ class UnitOrder(CallOrder):
         if label not in self._ran or not part.reduce_grads or not trained:
             return
         self.enter(f"gradients of {label}", part.device.type)
-        kept = [x.unsharded_accumulated_grad for x in trained]
+        # what earlier backwards have left unreduced; from torch 2.15 on that is in the parameter's grad
+        kept = [vars(x).get("unsharded_accumulated_grad") for x in trained]
         for x, accumulated in zip(trained, kept, strict=True):
             used = accumulated is not None or x._unsharded_param.grad is not None
             self._used[x] = used or self._used.get(x, x.sharded_param.grad is not None)
             if used:
                 continue
             if all(y is None for y in kept):
-                x._unsharded_param.grad = torch.zeros_like(x._unsharded_param)
-            else:  # in the dtype of gradients that earlier backwards have left unreduced
+                dtype = getattr(x._unsharded_param, "grad_dtype", None)
+                x._unsharded_param.grad = torch.zeros_like(x._unsharded_param, dtype=dtype)
+            else:  # in the dtype of those
                 x.unsharded_accumulated_grad = torch.zeros_like(x._unsharded_param, dtype=part._reduce_dtype)
 
     def _end(self) -> None:
