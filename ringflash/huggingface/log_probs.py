@@ -65,10 +65,10 @@ def log_probs(
     try:
         if share_prefixes:
             packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
-            given = packed.input_ids.to(input_ids.device), None, packed.cu_seqlens, packed.labels.to(input_ids.device)
+            tokens, labels = (x.to(input_ids.device) for x in (packed.input_ids, packed.labels))
+            batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
-            given = input_ids, attention_mask, cu_seqlens, None
-        batch, real = _prepare(*given, group, temperature, layout)
+            batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)
     except (ValueError, NotImplementedError) as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}

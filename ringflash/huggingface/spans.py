@@ -37,7 +37,7 @@ class LayerSpans(Tensor):
         mask: (batch, seqlen_local), of padding, or None.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     use: Use
     mask: Tensor | None
 

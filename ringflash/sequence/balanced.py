@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.sequence.mask import Documents, paths_of
+from ringflash.sequence.mask import Documents, paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
@@ -78,11 +78,7 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     work = lengths * per_token
     if documents.parents is None:
         return starts, lengths, work
-    ends = list(documents.bounds[1:])  # of the trees that begin with each document
-    for index in reversed(range(len(ends))):
-        parent = documents.parents[index]
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[index])
+    ends = tree_ends(documents.bounds, documents.parents)
     limit, first, firsts = documents.bounds[-1] // (_TREES_OF_RANK * cp_size), 0, []
     for index, end in enumerate(ends):
         if documents.bounds[index] >= first:
@@ -91,7 +87,8 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
             first = end if small else documents.bounds[index + 1]
     heads = torch.tensor(firsts, device="cpu")
     unit = torch.bucketize(torch.arange(len(ends), device="cpu"), heads, right=True) - 1
-    return starts[heads], *(torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    lengths, work = (torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    return starts[heads], lengths, work
 
 
 class _Order:
