@@ -62,16 +62,15 @@ def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
 
 
 def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return start, length and work of what is placed as a whole if it can be: documents, and small trees of them.
+    """Return start, length and work of what is placed as a whole if it can be: documents, chains and small trees.
 
     Work is twice the number of visible pairs. A tree whose tokens are few for a rank stays together, since most of its
-    documents see the same keys.
+    documents see the same keys. A document that is the only one to continue the previous one is placed as a part of it.
     """
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
-    before = starts - torch.tensor(
-        paths_of(documents.bounds, documents.parents).shifts, device="cpu"
-    )  # tokens of the ancestors
+    shifts = paths_of(documents.bounds, documents.parents).shifts
+    before = starts - torch.tensor(shifts, device="cpu")  # tokens of the documents that each continues
     per_token = lengths + 1 + 2 * before
     if documents.bidirectional is not None:
         per_token += torch.tensor(documents.bidirectional, device="cpu") * (lengths - 1)
@@ -82,7 +81,9 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     limit, first, firsts = documents.bounds[-1] // (_TREES_OF_RANK * cp_size), 0, []
     for index, end in enumerate(ends):
         if documents.bounds[index] >= first:
-            firsts.append(index)
+            follows = index > 0 and documents.parents[index] == index - 1 and end == ends[index - 1]
+            if not follows:
+                firsts.append(index)
             small = end - documents.bounds[index] <= limit
             first = end if small else documents.bounds[index + 1]
     heads = torch.tensor(firsts, device="cpu")

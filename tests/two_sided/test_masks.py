@@ -7,6 +7,7 @@ import torch
 
 import ringflash
 from ringflash.attention import schedule
+from ringflash.sequence import layout
 from ringflash.sequence.mask import SequenceMask
 from tests.two_sided.forests import Forest, block_diffusion, images, prefix_lm, random_forest, rollouts
 from tests.two_sided.kernel_masks import sequence_mask
@@ -110,6 +111,16 @@ def test_refusals() -> None:
             SequenceMask(8, cu_seqlens=tuple(range(len(parents))) + (8,), parents=parents)
     with pytest.raises(ValueError, match="one entry for each document"):
         SequenceMask(8, cu_seqlens=(0, 8), parents=(-1, 0))
+
+
+def test_a_chain_is_placed_as_one_document() -> None:
+    """Text with images, in pieces that are as few as those of a document as long."""
+    whole = Forest((96, 32), (-1, -1), (False,) * 2)
+    chain = images([(20, 4), (20, 4), (20, 4), (20, 4)])
+    packed = Forest((*chain.lengths, 32), (*chain.parents, -1), (*chain.bidirectional, False))
+    for rank in range(4):
+        held = [layout.chunks(128, 4, rank, "balanced", sequence_mask(x).documents) for x in (whole, packed)]
+        assert len(held[1]) <= len(held[0]) + 1
 
 
 @pytest.mark.parametrize("seed", range(5))
