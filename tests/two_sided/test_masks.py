@@ -114,13 +114,19 @@ def test_refusals() -> None:
 
 
 def test_a_chain_is_placed_as_one_document() -> None:
-    """Text with images, in pieces that are as few as those of a document as long."""
-    whole = Forest((96, 32), (-1, -1), (False,) * 2)
-    chain = images([(20, 4), (20, 4), (20, 4), (20, 4)])
-    packed = Forest((*chain.lengths, 32), (*chain.parents, -1), (*chain.bidirectional, False))
-    for rank in range(4):
-        held = [layout.chunks(128, 4, rank, "balanced", sequence_mask(x).documents) for x in (whole, packed)]
-        assert len(held[1]) <= len(held[0]) + 1
+    """Texts with images lie in as few pieces as plain documents that are as long."""
+    text = images([(60, 20)] * 16)
+    chains = Forest(
+        text.lengths * 8,
+        tuple(-1 if p < 0 else 32 * i + p for i in range(8) for p in text.parents),
+        text.bidirectional * 8,
+    )
+    plain = Forest((text.seqlen,) * 8, (-1,) * 8, (False,) * 8)
+    counts = [
+        [len(layout.chunks(8 * text.seqlen, 5, rank, "balanced", sequence_mask(x).documents)) for rank in range(5)]
+        for x in (chains, plain)
+    ]
+    assert max(counts[0]) <= max(counts[1]) + 2
 
 
 @pytest.mark.parametrize("seed", range(5))
