@@ -26,6 +26,7 @@ from ringflash.sequence.mask import Documents, paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
+_FLAT_OF_RANK = 64  # a bidirectional document of more tokens than this part of a rank's is placed by itself
 _TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
 
 
@@ -65,7 +66,8 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return start, length and work of what is placed as a whole if it can be: documents, chains and small trees.
 
     Work is twice the number of visible pairs. A tree whose tokens are few for a rank stays together, since most of its
-    documents see the same keys. A document that is the only one to continue the previous one is placed as a part of it.
+    documents see the same keys. A document that is the only one to continue the previous one is placed as a part of it,
+    unless either is bidirectional and long: the work of its tokens does not grow.
     """
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
@@ -78,11 +80,14 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     if documents.parents is None:
         return starts, lengths, work
     ends = tree_ends(documents.bounds, documents.parents)
-    limit, first, firsts = documents.bounds[-1] // (_TREES_OF_RANK * cp_size), 0, []
+    of_rank = documents.bounds[-1] // cp_size
+    both = documents.bidirectional or (False,) * len(ends)
+    flat = (torch.tensor(both, device="cpu") & (lengths > of_rank // _FLAT_OF_RANK)).tolist()
+    limit, first, firsts = of_rank // _TREES_OF_RANK, 0, []
     for index, end in enumerate(ends):
         if documents.bounds[index] >= first:
             follows = index > 0 and documents.parents[index] == index - 1 and end == ends[index - 1]
-            if not follows:
+            if not follows or flat[index] or flat[index - 1]:
                 firsts.append(index)
             small = end - documents.bounds[index] <= limit
             first = end if small else documents.bounds[index + 1]
