@@ -10,6 +10,8 @@ left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
 
 Most documents are whole on one rank. A document that a cut divides is shared in mirrored pairs, as zigzag does for a
 whole sequence: a rank takes a chunk near its start and one near its end, with the document's mean work per token.
+
+Documents that continue others are ordered by their work per token, which counts the tokens before them.
 """
 
 from __future__ import annotations
