@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -372,6 +373,25 @@ def collect(
         total = torch.where(has[:, None, None], total + partial, total)
     dk.copy_(total[..., : dk.shape[3]])
     dv.copy_(total[..., dk.shape[3] :])
+
+
+@contextmanager
+def observed_launches(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Call `tell` for each launch of "hopper" and "hopper_fp8" by this thread in the context; see `launcher.Launch`."""
+    from ringflash_kernels.hopper import launcher
+
+    launcher.observer.tell = tell
+    try:
+        yield
+    finally:
+        launcher.observer.tell = None
+
+
+def launches_are_traced() -> bool:
+    """Return True if a profiler of triton observes launches."""
+    from ringflash_kernels.hopper import launcher
+
+    return launcher.is_traced()
 
 
 _NO_GUARD = nullcontext()

@@ -282,8 +282,8 @@ def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torc
     """Return row index, first and one-past-last visible key of every (region, row)."""
     far = 1 << 40
     *sides, lowers, uppers = zip(*regions, strict=True)  # by column: torch.tensor of rows takes ten times as long
-    bands = [-far if x is None else x for x in lowers], [far if x is None else x for x in uppers]
-    q_start, q_stop, k_start, k_stop, lower, upper = (torch.tensor(x, device="cpu") for x in (*sides, *bands))
+    finite = [-far if x is None else x for x in lowers], [far if x is None else x for x in uppers]
+    q_start, q_stop, k_start, k_stop, lower, upper = (torch.tensor(x, device="cpu") for x in (*sides, *finite))
     lengths = q_stop - q_start
     region = torch.repeat_interleave(torch.arange(len(regions)), lengths)
     rows = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[region] + q_start[region]

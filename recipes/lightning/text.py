@@ -120,12 +120,7 @@ class TextData(SequenceData):
     """
 
     def __init__(
-        self,
-        seqlen: int,
-        folder: str | None = None,
-        suffix: str = ".py",
-        num_eval_sequences: int = 8,
-        seed: int = 0,
+        self, seqlen: int, folder: str | None = None, suffix: str = ".py", num_eval_sequences: int = 8, seed: int = 0
     ) -> None:
         super().__init__(seqlen, num_eval_sequences, seed)
         self.folder, self.suffix = folder, suffix

@@ -270,7 +270,7 @@ def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
 
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         _refuse_forward_mode()
     _refuse_transforms()
 
@@ -302,6 +302,8 @@ def _refuse_transforms() -> None:
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
     """Return (left, right) after checking that they are two integers. `plan_call` checks their values."""
+    if type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int:
+        return window_size
     sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
     if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
         check_window_size(sides)

@@ -343,18 +343,9 @@ def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
     first, end = np.maximum(first[column], q[reader, 0]), np.minimum(end[column], q[reader, 1])
     stop = np.where(both, stop, np.minimum(stop, end))
     q_shift, k_shift = q[reader, 2] - q[reader, 0], k[chunk, 2] - k[chunk, 0]  # from positions to rows
-    table = (
-        first + q_shift,
-        end + q_shift,
-        start + k_shift,
-        stop + k_shift,
-        k_shift - q_shift,
-        both | (first >= stop - 1),
-    )
-    return [
-        Region(q_start, q_stop, k_start, k_stop, None, None if unbound else shift)
-        for q_start, q_stop, k_start, k_stop, shift, unbound in zip(*(x.tolist() for x in table), strict=True)
-    ]
+    bands = np.asarray(np.where(both | (first >= stop - 1), None, k_shift - q_shift))
+    sides = np.stack((first + q_shift, end + q_shift, start + k_shift, stop + k_shift), 1)
+    return [Region(a, b, c, d, None, band) for (a, b, c, d), band in zip(sides.tolist(), bands.tolist(), strict=True)]
 
 
 def _expand(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -65,7 +65,7 @@ def log_probs(
     try:
         if share_prefixes:
             packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
-            tokens, labels = (x.to(input_ids.device) for x in (packed.input_ids, packed.labels))
+            tokens, labels = packed.input_ids.to(input_ids.device), packed.labels.to(input_ids.device)
             batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
             batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)

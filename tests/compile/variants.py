@@ -61,7 +61,8 @@ def production_launches() -> list[Launch]:
 def _forwards(recorder: Recorder, head_dim: int) -> None:
     for mask in _masks(head_dim):
         _forward(recorder, head_dim, mask)
-    _forward(recorder, head_dim, "band", resume=True)
+    for mask in ("band", "ends"):
+        _forward(recorder, head_dim, mask, resume=True)
     for resume in (False, True) if head_dim == 128 else ():
         _forward(recorder, head_dim, "band", out_dtype=torch.float32, resume=resume)
 
@@ -224,7 +225,7 @@ def _fp8(recorder: Recorder, head_dim: int) -> None:
         recorder.variant = f"hd{head_dim} bfloat16 to the peers"
         numbers = torch.arange(records[..., 0].numel()).view(records.shape[:3])
         quantise.quantise_kv(k, k, for_backward=True, out=records.flatten(0, 2), numbers=numbers)
-    for mask, resume in [*((mask, False) for mask in _masks(head_dim)), ("band", True)]:
+    for mask, resume in [*((mask, False) for mask in _masks(head_dim)), ("band", True), ("ends", True)]:
         recorder.variant = f"hd{head_dim} {mask}" + (" resume fp32 out" if resume else "")
         out = torch.empty(q.shape, dtype=torch.float32 if resume else q.dtype)
         lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)

@@ -196,9 +196,9 @@ def test_random_problems(seed):
 
 # A fault in the mask, and one in each kind of synchronisation: (module, source text, what replaces it).
 FAULTS = {
-    "a key too many": ("forward.kernel", "keys[None, :] < rows.stop[:, None]", "keys[None, :] <= rows.stop[:, None]"),
+    "a key too many": ("pipeline", "keys[None, :] < rows.stop[:, None]", "keys[None, :] <= rows.stop[:, None]"),
     "a key too many on the left": (
-        "forward.kernel",
+        "pipeline",
         "keys[None, :] >= rows.start[:, None]",
         "keys[None, :] + 1 >= rows.start[:, None]",
     ),
@@ -224,21 +224,21 @@ FAULTS = {
         "barriers.k_empty.index(index), phase)",
     ),
     "an arrival is missing": ("forward.kernel", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
-    "proxy fences are missing": ("forward.kernel", "fence_async_shared()", "pass"),
-    "staging buffers are overwritten while they leave": ("forward.kernel", "tma_store_wait(0)", "pass"),
+    "proxy fences are missing": ("pipeline", "fence_async_shared()", "pass"),
+    "staging buffers are overwritten while they leave": ("pipeline", "tma_store_wait(0)", "pass"),
     "a block that some rows see is passed over": (
-        "forward.kernel",
+        "pipeline",
         "own_last_row + problem.upper + 1",
         "own_last_row - 63 + problem.upper + 1",
     ),
     "a block that some rows see on the left is passed over": (
-        "forward.kernel",
+        "pipeline",
         "row + FIRST + problem.lower - first_key, 0",
         "row + FIRST + 64 + problem.lower - first_key, 0",
     ),
     "the first turn is not passed": ("forward.kernel", "    if W == 1:\n        pass_turn(kv, W, V)\n", ""),
-    "a turn is not passed": ("forward.kernel", "    pass_turn(kv, W, V)\n    mbarrier", "    mbarrier"),
-    "a turn is passed to oneself": ("forward.kernel", "(W + 1) % V.tiles.num_warpgroups, 256, True", "W, 256, True"),
+    "a turn is not passed": ("forward.kernel", "    pass_turn(kv, W, V)\n    s = seen", "    s = seen"),
+    "a turn is passed to oneself": ("pipeline", "(W + 1) % V.tiles.num_warpgroups, 256, True", "W, 256, True"),
     "the last turn is not taken": ("forward.kernel", "if W == 0:\n        take_turn", "if W == 2:\n        take_turn"),
     "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, V)", "pass"),
 }

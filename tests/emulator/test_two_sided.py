@@ -88,9 +88,9 @@ _FORWARD = "forward.kernel"
 _RELEASE = "    mbarrier.arrive(barriers.k_empty.index(index), count=1)\n"
 _WITH_ENDS = '    if MASKED and V.mask == "ends":  # the ends are in the slot\n'
 _FORWARD_FAULTS = {
-    "a row too many": (_FORWARD, "s = seen_only(s, own, ends", "s = seen_only(s, own, ends + 1"),
-    "a first key too early": (_FORWARD, "where(keys[None, :] >= start", "where(keys[None, :] + 1 >= start"),
-    "a masked block runs unmasked": (_FORWARD, "(number & 1) * (number >> 1)", "(number & 1) * 0"),
+    "a row too many": ("pipeline", "s = seen_only(s, own, ends", "s = seen_only(s, own, ends + 1"),
+    "a first key too early": ("pipeline", "where(keys[None, :] >= start", "where(keys[None, :] + 1 >= start"),
+    "a masked block runs unmasked": ("pipeline", "(number & 1) * (number >> 1)", "(number & 1) * 0"),
     "the first block counts twice": (_FORWARD, "gl.maximum(num_masked - 1, 0)", "num_masked"),
     "ends of another block": (_FORWARD, "tma_load(ends_desc, [0, key]", "tma_load(ends_desc, [0, key + 1]"),
     "ends are read after their release": (_FORWARD, _WITH_ENDS, _RELEASE + _WITH_ENDS),
@@ -164,7 +164,7 @@ def _same_sums(faults: list) -> bool:
     shape, deep, found = Shape(64), MASKS["deep"], []
     q, k, v, dout = inputs(deep, shape)
     lse = torch.zeros(1, 2, deep.seqlen_q)
-    for seed in range(4):
+    for seed in (0, 4, 5, 6):
         mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
         module = Emulator(seed, resident=3, faults=faults).load("backward.host")
         run = module.HopperBackward(dout, q, dout, lse, softmax_scale=0.1, deterministic=True)
@@ -185,9 +185,12 @@ _BACKWARD_FAULTS = {
     "a masked block runs unmasked": (64, (_KEYS, "block * 2 + masked)", "block * 2)")),
     "dQ goes to the wrong block": (
         64,
-        (_KEYS, "head_row + block * 64\n                    h", "head_row\n                    h"),
+        (_KEYS, "first_head + g) + block * 64", "first_head + g)"),
     ),
-    "a stretch is skipped": (64, ("backward.problem", "first, number + 1)", "first, first)")),
+    "a stretch is skipped": (
+        64,
+        ("backward.problem", "first + count, number) - 1", "first + count, first + count) - 1"),
+    ),
     "a first key too early, wide": (192, (_WIDE_KEYS, "keys[:, None] >= begins", "keys[:, None] + 1 >= begins")),
     "a masked block runs unmasked, wide": (192, (_WIDE_KEYS, "block * 2 + masked)", "block * 2)")),
     "a row too many, dQ": (192, (_QUERIES, "rows[:, None] < ends", "rows[:, None] <= ends")),

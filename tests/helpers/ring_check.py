@@ -79,13 +79,7 @@ def oracle(case: Case, whole: Problem, chunk: int, dtype: torch.dtype) -> dict[s
 
 
 def run(
-    ctx: Context,
-    case: Case,
-    whole: Problem,
-    chunk: int,
-    impl: str,
-    *,
-    deterministic: bool = False,
+    ctx: Context, case: Case, whole: Problem, chunk: int, impl: str, *, deterministic: bool = False
 ) -> dict[str, torch.Tensor]:
     """out, dq, dk and dv of this rank by `ring_attention`, and lse if the loss sees it."""
     q, k, v = (strided(shard(ctx, case, x), case.strides).requires_grad_() for x in whole[:3])

@@ -129,10 +129,7 @@ def train(
     names = "loss", "grad_norm", "eval_loss"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return {
-        "logged": [x for x in logged if x],
-        "parameters": {k: x.clone() for k, x in saved.items()},
-    }
+    return {"logged": [x for x in logged if x], "parameters": {k: x.clone() for k, x in saved.items()}}
 
 
 def answer(ctx: Context, folder: str, sizes: dict[str, int]) -> tuple[list[list[int]], float]:

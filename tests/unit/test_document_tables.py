@@ -220,7 +220,9 @@ USED_ABOVE = {
 }  # fmt: skip
 PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
-    "attention.ring_call.RingCall.plan", "huggingface.consistency.check_consistency",
+    "attention.ring_call.RingCall.plan", "attention.plan.plan_again",
+    "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
+    "huggingface.consistency.check_consistency",
     "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
     "huggingface.batch.check_padding",
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",

@@ -48,14 +48,7 @@ from ringflash.commands.plan.memory import (
     worst_moment,
 )
 from ringflash.commands.plan.ring import Ring, buffer_bytes, pipeline_seconds, ring_of
-from ringflash.commands.plan.search import (
-    CHANGES,
-    cheapest_change,
-    fastest_split,
-    fewest_gpus,
-    fits,
-    longest_sequence,
-)
+from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
@@ -558,7 +551,7 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.int64 or x.numel() > 1:
+        if x.dtype != torch.int64 or x.numel() > 2:
             kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
         return x
 
@@ -841,10 +834,7 @@ def test_command_refuses(plan: Plan, options: list[str], message: str) -> None:
         ({"data": {"init_args": {"seqlen": "64k"}}}, "seqlen must be an integer of 1 or more, got '64k'"),
         ({"model": {"memory": {"checkpoints": "full"}}}, "a recipe with model.model and data, got TypeError"),
         ({"model": {"memory": {"liger": "yes"}}}, "liger must be true, false or 'auto', got 'yes'"),
-        (
-            {"model": {"fp8_backward": "fp8"}},
-            "model.fp8_backward must be left out, got 'fp8'; write model.impl: ",
-        ),
+        ({"model": {"fp8_backward": "fp8"}}, "model.fp8_backward must be left out, got 'fp8'; write model.impl: "),
         ({"trainer": {"strategy": "deepspeed"}}, "strategy must be ContextParallelStrategy for a plan, got deepspeed"),
         (
             {"trainer": {"strategy": {"init_args": {"data_parallel_size": "two", "context_parallel_size": 4}}}},

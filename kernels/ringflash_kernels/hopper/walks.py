@@ -48,7 +48,7 @@ def walks(
 
     Args:
         ordered: find the previous tile of each stretch, for sums in a fixed order.
-        workers: thread blocks that share the tiles of a head; without them no tile is long.
+        workers: thread blocks that share the tiles of a head, for `_launch_order`; 0: the longest tiles first.
     """
     device = torch.device(device)
 
@@ -103,8 +103,9 @@ def _launch_order(tiles: torch.Tensor, workers: int) -> tuple[torch.Tensor, int]
     Tiles that are near one another see the same columns, so they run together: in groups, longest first.
     """
     blocks = tiles[:, 3].long()
-    limit = LONG_SHARE * int(blocks.sum()) / workers if workers else _FAR
-    is_long = blocks > limit
+    if not workers:
+        return tiles[torch.argsort(blocks, descending=True, stable=True)].contiguous(), 0
+    is_long = blocks > LONG_SHARE * int(blocks.sum()) / workers
     group = torch.arange(len(tiles), device="cpu") // NEAR_TILES
     longest = torch.zeros(int(group[-1]) + 1, dtype=torch.int64, device="cpu")
     longest = longest.scatter_reduce_(0, group, torch.where(is_long, 0, blocks), "amax")

@@ -20,14 +20,7 @@ from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.read import model_of
 from ringflash.commands.plan.ring import ring_of
-from ringflash.commands.plan.search import (
-    CHANGES,
-    cheapest_change,
-    fastest_split,
-    fewest_gpus,
-    fits,
-    longest_sequence,
-)
+from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
 from ringflash.huggingface.flops import FP8_PER_BF16, ChunkedAttention, count_visible_pairs, visible_pairs
 from ringflash.huggingface.weights import merge_config, read_config

@@ -153,12 +153,15 @@ class HopperBackward:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return _largest_divisor(num_heads, limit)
 
-    def _in_step(self, hop: HopRectangle, group: int) -> bool:
-        """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
-        return (
-            not self.deterministic
-            and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
-        )
+    def _in_step(self, hop: HopRectangle, group: int) -> int:
+        """Return how many blocks a tile must have to meet the other CTAs at a query block; 0 if no tile should.
+
+        With `deterministic`, the fixed order lets them meet.
+        """
+        bytes_of_row = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
+        if self.deterministic or hop.num_rows * bytes_of_row <= IN_STEP_BYTES:
+            return 0
+        return max(1, IN_STEP_BYTES // (64 * bytes_of_row))
 
     def _add_keys(
         self,
@@ -184,7 +187,7 @@ class HopperBackward:
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group)), self.clock,
+            self._in_step(hop, group), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)

@@ -52,11 +52,13 @@ from ringflash_kernels.hopper.forward.host import (
     tile_table,
     write_unseen_rows,
 )
-from ringflash_kernels.hopper.forward.kernel import (
+from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
+from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.pipeline import (
     Pointers,
     Problem,
     QueryRows,
-    Tile,
+    announce_stretch,
     attend_nothing,
     decode,
     hide,
@@ -71,23 +73,21 @@ from ringflash_kernels.hopper.forward.kernel import (
     pair,
     pass_block,
     pass_turn,
-    place_of,
     publish,
     receive,
+    received_tile,
     rescaled,
     ring_of,
     scaled,
     scores,
     slot,
-    store_number,
     store_part,
     stretch_at,
     take_turn,
+    tickets,
     tiles_at,
     visible_keys,
 )
-from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
-from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import has_begins, limits, walks
 from ringflash_kernels.mask import Mask
 
@@ -149,7 +149,6 @@ class Fp8Shared(NamedTuple):
     stage: object
     ticket: object
     ends: object
-    numbers: object
 
 
 class WarpgroupRows(NamedTuple):
@@ -217,8 +216,7 @@ def walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barrier
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
-                store_number(shared.numbers.index(4 + 2 * index), end)
-                store_number(shared.numbers.index(4 + 2 * index + 1), (end - begin) * 2 + masked)
+                announce_stretch(index, begin, end, masked, shared)
             load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, end - 1 - j, kv,
                         count, i + j == 0, V)  # fmt: skip
             kv += 1
@@ -448,12 +446,12 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
     acc, reference, row_sum = nothing_yet(V)
     take_turn(kv, W, V)
     if V.mask == "ends":
-        i = 0
-        while i < n:
+        left = n
+        while left > 0:
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_full.index(index), phase)
             end, num_masked, num_full = stretch_at(index, shared)
-            i += num_masked + num_full
+            left -= num_masked + num_full
             for j in range(num_masked):
                 key = (end - 1 - j) * V.tiles.block_n
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, V)
@@ -505,11 +503,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         pass_turn(count, W, V)  # the first turn of all
     ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
-        if V.mask == "ends":
-            batch, head, _rank = place_of(ticket, problem)
-            tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
-        else:
-            tile = decode(ticket, problem, pointers, W * BM, BM, V)
+        tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
         row = tile.row + W * BM
         row_index = row + gl.arange(0, BM, layout=row_layout)
         batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
@@ -574,15 +568,12 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
     k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
-    NUMBER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ticket = gl.allocate_shared_memory(gl.int32, [2, 1], NUMBER)
+    ticket = tickets(V)
     if V.mask == "ends":
         ends = gl.allocate_shared_memory(gl.int32, [STAGES] + ends_desc.block_shape, ends_desc.layout)
-        numbers = gl.allocate_shared_memory(gl.int32, [4 + 2 * STAGES, 1], NUMBER)
     else:
         ends = 0
-        numbers = 0
-    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends, numbers)
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends)
 
 
 @gluon.jit(
