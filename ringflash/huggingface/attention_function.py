@@ -218,7 +218,9 @@ def _attend(
     spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
     mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
     causal = spans is not None or (_is_causal(module) if is_causal is None else is_causal)
-    error = find_static_error(module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans)
+    error = find_static_error(
+        module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans, options.layout
+    )
     inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")

@@ -53,8 +53,15 @@ class LayerSpans(Tensor):
         """Numbers of spans, (batch, seqlen_local)."""
         return self.as_subclass(Tensor)[:, 0, 0]
 
-    def find_error(self, cu_seqlens: Tensor | None, window: int | None) -> NotImplementedError | None:
-        """Return the error for spans beyond the window of a layer, or None."""
+    def find_error(
+        self, cu_seqlens: Tensor | None, window: int | None, layout: str = "zigzag"
+    ) -> NotImplementedError | None:
+        """Return the error for spans beyond the window of a layer, or a layout that depends on them, or None."""
+        if self.use is Use.NONE and layout == "balanced":
+            return NotImplementedError(
+                "layout must not be 'balanced' for a model in which only some layers see spans (Gemma 4), got it: the "
+                "layout depends on spans; use 'zigzag'."
+            )
         if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
             return None
         longest = max(_lengths_of_spans(read_documents(cu_seqlens)), default=0)

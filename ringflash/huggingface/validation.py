@@ -143,6 +143,7 @@ def find_static_error(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     spans: LayerSpans | None = None,
+    layout: str = "zigzag",
 ) -> Exception | None:
     """Return the error for arguments that ring attention does not support, or None."""
     try:
@@ -150,7 +151,7 @@ def find_static_error(
         check_layer_type(module)
         if spans is None:
             check_direction(module)
-        elif (problem := spans.find_error(cu_seqlens, window)) is not None:
+        elif (problem := spans.find_error(cu_seqlens, window, layout)) is not None:
             raise problem
         _check_dropout(dropout)
         _check_length(query, key)

@@ -10,6 +10,8 @@ left: together seqlen / cp_size tokens, and 1 / cp_size of the work. Four ranks:
 
 Most documents are whole on one rank. A document that a cut divides is shared in mirrored pairs, as zigzag does for a
 whole sequence: a rank takes a chunk near its start and one near its end, with the document's mean work per token.
+
+Documents that continue others are ordered by their work per token, which counts the tokens before them.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.sequence.mask import Documents, paths_of
+from ringflash.sequence.mask import Documents, paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
+_FLAT_OF_RANK = 64  # a bidirectional document of more tokens than this part of a rank's is placed by itself
 _TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
 
 
@@ -62,31 +65,32 @@ def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
 
 
 def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return start, length and work of what is placed as a whole if it can be: documents, and small trees of them.
+    """Return start, length and work of what is placed as a whole if it can be: documents, chains and small trees.
 
     Work is twice the number of visible pairs. A tree whose tokens are few for a rank stays together, since most of its
-    documents see the same keys.
+    documents see the same keys. A document that is the only one to continue the previous one is placed as a part of it,
+    unless either is bidirectional and long: the work of its tokens does not grow.
     """
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
-    before = starts - torch.tensor(
-        paths_of(documents.bounds, documents.parents).shifts, device="cpu"
-    )  # tokens of the ancestors
+    shifts = paths_of(documents.bounds, documents.parents).shifts
+    before = starts - torch.tensor(shifts, device="cpu")  # tokens of the documents that each continues
     per_token = lengths + 1 + 2 * before
     if documents.bidirectional is not None:
         per_token += torch.tensor(documents.bidirectional, device="cpu") * (lengths - 1)
     work = lengths * per_token
     if documents.parents is None:
         return starts, lengths, work
-    ends = list(documents.bounds[1:])  # of the trees that begin with each document
-    for index in reversed(range(len(ends))):
-        parent = documents.parents[index]
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[index])
-    limit, first, firsts = documents.bounds[-1] // (_TREES_OF_RANK * cp_size), 0, []
+    ends = tree_ends(documents.bounds, documents.parents)
+    of_rank = documents.bounds[-1] // cp_size
+    both = documents.bidirectional or (False,) * len(ends)
+    flat = (torch.tensor(both, device="cpu") & (lengths > of_rank // _FLAT_OF_RANK)).tolist()
+    limit, first, firsts = of_rank // _TREES_OF_RANK, 0, []
     for index, end in enumerate(ends):
         if documents.bounds[index] >= first:
-            firsts.append(index)
+            follows = index > 0 and documents.parents[index] == index - 1 and end == ends[index - 1]
+            if not follows or flat[index] or flat[index - 1]:
+                firsts.append(index)
             small = end - documents.bounds[index] <= limit
             first = end if small else documents.bounds[index + 1]
     heads = torch.tensor(firsts, device="cpu")

@@ -178,13 +178,9 @@ class SequenceMask:
         return self._paths.runs(document, self.bounds)
 
     @cached_property
-    def tree_ends(self) -> tuple[int, ...]:
-        """For each document, the position at which the tree that begins with it ends."""
-        ends = list(self.bounds[1:])
-        for index, parent in reversed(list(enumerate(self.parents or ()))):
-            if parent >= 0:
-                ends[parent] = max(ends[parent], ends[index])
-        return tuple(ends)
+    def tree_ends(self) -> list[int]:
+        """Position at which the tree of each document ends."""
+        return tree_ends(self.bounds, self.parents)
 
     @property
     def has_columns(self) -> bool:
@@ -278,6 +274,15 @@ def paths_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> Paths:
         found.links.append(found.links[parent] if follows else parent)
         found.shifts.append(start - (bounds[parent + 1] - found.shifts[parent] if parent >= 0 else 0))
     return found
+
+
+def tree_ends(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> list[int]:
+    """Return for each document the position at which the tree that begins with it ends."""
+    ends = list(bounds[1:])
+    for index, parent in reversed(list(enumerate(parents or ()))):
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[index])
+    return ends
 
 
 def _triangle(n: np.ndarray) -> np.ndarray:

@@ -96,6 +96,7 @@ def test_groups_that_rings_would_divide_are_refused() -> None:
 
 
 def test_head_in_fp32_is_so_under_autocast() -> None:
+    from ringflash.accelerate.rows import BatchRows
     from ringflash.accelerate.trl import FusedHead, score_batch
 
     generator = torch.Generator().manual_seed(1)
@@ -103,9 +104,9 @@ def test_head_in_fp32_is_so_under_autocast() -> None:
     labels = torch.arange(6)[None]
     with_loss: Any = SimpleNamespace(decode=lambda: (hidden, weight, None), logit_scale=1.0)
     head = FusedHead(2.0, ("log_probs", "mean_logits"), cast_lm_head_to_fp32=True)
-    shard = {"shift_labels": labels, "num_items_in_batch": 6}
+    shard, rows = {"shift_labels": labels, "num_items_in_batch": 6}, BatchRows(labels, labels, None, None, 6, None)
     with torch.autocast("cpu", torch.bfloat16):
-        got = score_batch(head, with_loss, shard, None, labels, None)  # type: ignore[arg-type]
+        got = score_batch(head, with_loss, shard, rows, labels, None)  # type: ignore[arg-type]
     logits = (hidden @ weight.T).double() / 2
     want = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     torch.testing.assert_close(got.log_probs.double(), want, rtol=1e-6, atol=1e-5)

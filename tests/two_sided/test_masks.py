@@ -7,6 +7,7 @@ import torch
 
 import ringflash
 from ringflash.attention import schedule
+from ringflash.sequence import layout
 from ringflash.sequence.mask import SequenceMask
 from tests.two_sided.forests import Forest, block_diffusion, images, prefix_lm, random_forest, rollouts
 from tests.two_sided.kernel_masks import sequence_mask
@@ -110,6 +111,22 @@ def test_refusals() -> None:
             SequenceMask(8, cu_seqlens=tuple(range(len(parents))) + (8,), parents=parents)
     with pytest.raises(ValueError, match="one entry for each document"):
         SequenceMask(8, cu_seqlens=(0, 8), parents=(-1, 0))
+
+
+def test_a_chain_is_placed_as_one_document() -> None:
+    """Texts with images lie in as few pieces as plain documents that are as long."""
+    text = images([(60, 20)] * 16)
+    chains = Forest(
+        text.lengths * 8,
+        tuple(-1 if p < 0 else 32 * i + p for i in range(8) for p in text.parents),
+        text.bidirectional * 8,
+    )
+    plain = Forest((text.seqlen,) * 8, (-1,) * 8, (False,) * 8)
+    counts = [
+        [len(layout.chunks(8 * text.seqlen, 5, rank, "balanced", sequence_mask(x).documents)) for rank in range(5)]
+        for x in (chains, plain)
+    ]
+    assert max(counts[0]) <= max(counts[1]) + 2
 
 
 @pytest.mark.parametrize("seed", range(5))

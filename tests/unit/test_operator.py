@@ -52,7 +52,15 @@ def test_a_process_that_has_not_joined_its_group_is_warned(size: str, monkeypatc
 
 
 @pytest.mark.parametrize("return_lse", [True, False])
-@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 5, 16], dtype=torch.int32)], ids=["one", "packed"])
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [
+        None,
+        torch.tensor([0, 5, 16], dtype=torch.int32),
+        torch.tensor([[0, 5, 9, 16], [-1, 0, 0, -1], [0, 1, 0, 0]], dtype=torch.int32),
+    ],
+    ids=["one", "packed", "table"],
+)
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:
     options = ("", True, 0.25, *OPTIONS, 7, return_lse, 8)
     results = torch.library.opcheck(operators.ring_attention, (*draw(), cu_seqlens, *options), test_utils=TESTS)
@@ -271,7 +279,7 @@ def test_lse_is_returned_only_on_request() -> None:
     )
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16)])
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16), ((0, 5, 9, 16), (-1, 0, 0, -1), (0, 1, 0, 0))])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
     q, k, v = draw()
