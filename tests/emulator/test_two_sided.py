@@ -80,8 +80,14 @@ def test_forward_random_forests(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [Shape(64), Shape(128, 4, 1), Shape(256, 2, 2)], ids=str)
 def test_fp8_forward(shape: Shape) -> None:
+    """Fresh calls, and one that resumes: at head_dim 256 it reads the ends from global memory."""
     for mask in MASKS.values() if shape.head_dim == 64 else (MASKS["deep, window"],):
         _check(*_fp8_forward(*_operands(mask, shape), mask, shape))
+    rows, records = _operands(mask, shape)
+    generator = torch.Generator().manual_seed(1)
+    acc = torch.randn(rows.values.shape, generator=generator)
+    lse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q, generator=generator)
+    _check(*_fp8_forward(rows, records, mask, shape, acc=acc, lse=lse))
 
 
 _FORWARD = "forward.kernel"
