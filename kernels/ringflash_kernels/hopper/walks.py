@@ -18,11 +18,14 @@ from ringflash_kernels.mask import Mask, Region, check_capture
 _FAR = 1 << 40
 _MAX_BLOCK = 128  # keys of a block, at most
 NEAR_TILES = 64  # tiles that are launched together, since they see mostly the same columns
+SHORT_BLOCKS, SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 LONG_SHARE = 0.5  # of a worker's equal share of a head's blocks: tiles with more are long
 
 
 class Walks(NamedTuple):
-    """Tables of a launch, and the number of long tiles, which come first.
+    """Tables of a launch, the number of long tiles, which come first, and whether walks are short and mostly unmasked.
+
+    Tiles with short walks end at the same blocks, those of their documents, and so may go down from there together.
 
     tiles: (num_tiles, 4), int32: tile, first stretch, number of stretches, number of blocks; most blocks first.
     stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
@@ -32,6 +35,7 @@ class Walks(NamedTuple):
     tiles: torch.Tensor
     stretches: torch.Tensor
     num_long: int
+    are_short: bool
 
 
 def walks(
@@ -56,9 +60,12 @@ def walks(
         check_capture(device)
         tiles, stretches = _new_walks(mask.regions, rows, tile_rows, block, mask.seqlen_k)
         tiles, num_long = _launch_order(tiles, workers)
+        blocks = stretches[:, 1] - stretches[:, 0]
+        total, masked = int(blocks.sum()), int((blocks * stretches[:, 2]).sum())
+        are_short = total <= SHORT_BLOCKS * len(tiles) and masked <= SHORT_MASKED * total
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), num_long)
+        return Walks(tiles.to(device), stretches.to(device), num_long, are_short)
 
     return mask.cached(("walks", device, rows, tile_rows, block, ordered, workers), make)
 

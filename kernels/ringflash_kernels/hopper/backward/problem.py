@@ -74,7 +74,7 @@ class BackwardProblem:
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
         num_long: tiles of each head that are launched before the others of any head, if TWO_SIDED.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        in_step, clock_ptr: see `meeting_block` and `begin_walk`; the clock is one int32 with any initial value.
+        in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
     """
 
     min_row: gl.tensor
@@ -159,33 +159,25 @@ class BackwardProblem:
         return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
     @gluon.jit
-    def begin_walk(self, first, count, num_blocks):
-        """Return the stretch and the block at which to start a walk of some blocks, from which it goes down.
+    def next_step(self, number, block, end, masked, first, count):
+        """Return stretch, block, end and kind of the step after `block` in a round over a walk."""
+        block += 1
+        if block == end:
+            number = gl.where(number + 1 == first + count, first, number + 1)
+            block, end, masked = self.stretch(number)
+        return number, block, end, masked
 
-        That is the last one, at which the tiles of a document meet, or for walks of `in_step` blocks or more the one
-        that the clock shows: see `meeting_block`. What shorter walks read stays in L2.
-        """
-        number = gl.maximum(first + count - 1, 0)
-        _begin, end, _masked = self.stretch(number)
-        block = end - 1
-        if (self.in_step != 0) & (num_blocks >= self.in_step):
-            now = gl.cdiv(self.num_rows, self.BLOCK_M) - 1 - self.mean_block()
+    @gluon.jit
+    def meeting_stretch(self, number, block, first, count):
+        """Return the stretch and the block at which to start a round: see `meeting_block`."""
+        if self.in_step != 0:
+            now = self.mean_block()
             for i in range(count):
                 begin, end, _masked = self.stretch(first + i)
                 hit = (begin <= now) & (now < end)
                 number = gl.where(hit, first + i, number)
                 block = gl.where(hit, now, block)
         return number, block
-
-    @gluon.jit
-    def next_of_walk(self, number, block, begin, masked, first, count):
-        """Return stretch, block, begin and kind of the stretch after `block`; the last stretch follows the first."""
-        block -= 1
-        if block < begin:
-            number = gl.where(number == first, first + count, number) - 1
-            begin, end, masked = self.stretch(number)
-            block = end - 1
-        return number, block, begin, masked
 
     @gluon.jit
     def dq_row(self, batch, head):
@@ -265,8 +257,6 @@ class BackwardProblem:
         # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
         steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
         running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
-        if self.TWO_SIDED:  # each block is visited for all heads of a group
-            running *= self.group.to(gl.uint32)
         return (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
 
     @gluon.jit

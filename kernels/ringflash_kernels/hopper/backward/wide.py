@@ -121,10 +121,12 @@ def _load_wide(
             tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
         if problem.TWO_SIDED:
-            number, block = problem.begin_walk(first, count, stop)
-            begin, _end, masked = problem.stretch(number)
-            for _ in range(stop):
-                for g in range(problem.group):
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)
                     mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                     send_number(sm.begin.index(slot), block * 2 + masked)
@@ -132,9 +134,9 @@ def _load_wide(
                         sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
                     step += 1
                     problem.tick(step)
-                number, block, begin, masked = problem.next_of_walk(number, block, begin, masked, first, count)
         else:
             block = start
             for g in range(problem.group):

@@ -141,10 +141,12 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
         if problem.TWO_SIDED:
-            number, block = problem.begin_walk(first, count, stop)
-            begin, _end, masked = problem.stretch(number)
-            for _ in range(stop):
-                for g in range(problem.group):
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)
                     mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                     send_number(sm.begin.index(slot), block * 2 + masked)
@@ -152,9 +154,9 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
                         sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
                     step += 1
                     problem.tick(step)
-                number, block, begin, masked = problem.next_of_walk(number, block, begin, masked, first, count)
         else:
             block = start
             for g in range(problem.group):
@@ -410,8 +412,6 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             scale_ptr = scales.q_ptr + (batch * problem.num_heads + first_head) * scales.q_blocks
             dq_row = head_row + start * 64
             kept = 0  # blocks whose products the registers hold
-            first_scale = scale_ptr
-            g = 0
             for _g in range(problem.group):
                 if problem.TWO_SIDED:
                     block = 0
@@ -436,16 +436,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                         dq_row, W,
                     )  # fmt: skip
                     step += 1
-                    if problem.TWO_SIDED:  # the heads of a group take turns
-                        dq_row = head_row + g * problem.dq_rows + block * 64
-                        g = gl.where(g + 1 == problem.group, 0, g + 1)
-                        scale_ptr = first_scale + g * scales.q_blocks
-                    else:
-                        dq_row = head_row + block * 64
+                    dq_row = head_row + block * 64
+                    if not problem.TWO_SIDED:
                         block = problem.next_block(block, start, stop)
-                if not problem.TWO_SIDED:
-                    head_row += problem.dq_rows
-                    scale_ptr += scales.q_blocks
+                head_row += problem.dq_rows
+                scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, of_tile[3], W)
         if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)

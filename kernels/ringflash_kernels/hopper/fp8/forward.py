@@ -703,7 +703,7 @@ def build_launch(
         ends, start, stop = limits(mask, q8.device, variant.tiles.rows, span)
         if variant.ends_bytes:
             ends_of_blocks, ends = block_descriptor(ends, (1, BLOCK_K)), None
-        table, stretches, _ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
+        table, stretches, *_ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
