@@ -448,7 +448,7 @@ def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
             start = 0
-            tile, _head = problem.place(index)
+            tile = problem.rank(index)
         else:
             start, stop, _full_start, _full_stop = problem.blocks(key)
             tile = key // problem.BLOCK_N
@@ -681,7 +681,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
         "first_number",
@@ -690,7 +690,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
-    first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr,
+    first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
     group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
     scale_log2, softmax_scale,
@@ -762,13 +762,12 @@ def backward_keys(
         SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
-        num_long = num_tiles  # not read
-        tiles_ptr = first_ptr
+        tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     load_args = (

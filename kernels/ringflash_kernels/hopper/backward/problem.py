@@ -72,7 +72,6 @@ class BackwardProblem:
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
-        num_long: tiles of each head that are launched before the others of any head, if TWO_SIDED.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
         in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
     """
@@ -96,7 +95,6 @@ class BackwardProblem:
     clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
-    num_long: gl.tensor
     tiles_ptr: gl.tensor
     stretches_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -113,14 +111,12 @@ class BackwardProblem:
 
         Order: section of heads, key tile (the longest first under a causal mask), head within the section.
         """
+        section = index // (self.num_tiles * self.heads_together)
+        rest = index - section * self.num_tiles * self.heads_together
+        tile = rest // self.heads_together
+        head = section * self.heads_together + rest - tile * self.heads_together
         if self.TWO_SIDED:
-            rank, head = self.place(index)
-            tile = gl.load(self.tiles_ptr + rank * 4)
-        else:
-            section = index // (self.num_tiles * self.heads_together)
-            rest = index - section * self.num_tiles * self.heads_together
-            tile = rest // self.heads_together
-            head = section * self.heads_together + rest - tile * self.heads_together
+            tile = gl.load(self.tiles_ptr + tile * 4)
         key = tile * self.BLOCK_N
         heads = self.num_heads // self.group
         first_head = (head % heads) * self.group
@@ -129,23 +125,13 @@ class BackwardProblem:
     @gluon.jit
     def walk(self, index):
         """Return first stretch, number of stretches and number of blocks of a work item under a two-sided mask."""
-        rank, _head = self.place(index)
-        entry = self.tiles_ptr + rank * 4
+        entry = self.tiles_ptr + self.rank(index) * 4
         return gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
     @gluon.jit
-    def place(self, index):
-        """Return rank and head of a work item under a two-sided mask: the long tiles of all heads come first."""
-        heads = self.num_works // self.num_tiles
-        others = index - self.num_long * heads
-        per_section = gl.maximum(self.num_tiles - self.num_long, 1) * self.heads_together
-        section = others // per_section
-        rest = others - section * per_section
-        rank = self.num_long + rest // self.heads_together
-        head = section * self.heads_together + rest % self.heads_together
-        is_long = others < 0
-        rank = gl.where(is_long, index // heads, rank)
-        return rank, gl.where(is_long, index % heads, head)
+    def rank(self, index):
+        """Return the place of the tile of a work item in the order of the launch."""
+        return index % (self.num_tiles * self.heads_together) // self.heads_together
 
     @gluon.jit
     def previous(self, number):

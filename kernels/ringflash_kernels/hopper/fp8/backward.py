@@ -211,7 +211,7 @@ class _Products(host.HopperBackward):
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
-        begins, *tables, _ = self._tables(mask, hop, dk.device, BLOCK_K, heads_together)
+        begins, *tables, _ = self._tables(mask, hop, dk.device, BLOCK_K)
         _KEYS(
             (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
             num_tiles * num_groups,

@@ -464,7 +464,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
-        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
     ]
@@ -472,7 +472,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 def backward_keys_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
-    begins_desc, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
+    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, in_step, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
@@ -527,12 +527,11 @@ def backward_keys_fp8(
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
-        num_long = num_tiles  # not read
-        tiles_ptr = first_ptr
+        tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, num_long,
+        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
         tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
