@@ -57,17 +57,21 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
 
 # Trainers that recipes/trainers changes. Their requirements exclude each other's, and ours of transformers.
-test-frameworks: test-framework-verl test-framework-swift test-framework-automodel  ## Run tests inside other trainers
+FRAMEWORKS = verl swift automodel axolotl
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## Run tests inside other trainers, each in an environment of its own
 
-RELEASE_verl = verl==0.9.1
-RELEASE_swift = ms-swift==4.6.0
-RELEASE_automodel = nemo-automodel==0.7.0 triton==3.6.0
+RELEASE_verl = triton==3.6.0 verl==0.9.1
+RELEASE_swift = triton==3.6.0 ms-swift==4.6.0
+RELEASE_automodel = triton==3.6.0 nemo-automodel==0.7.0
+RELEASE_axolotl = axolotl==0.21.0
+# Its torch is the build for CUDA, with 4 GB of libraries.
+test-framework-axolotl: PYTHON = python3.12
 
 test-framework-%:
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 $(RELEASE_$*) \
-		-e . pytest pytest-timeout
+		pytest pytest-timeout -e .
 	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py
 
 # megatron-core asks for Python 3.12, but runs on 3.11, which CI has.

@@ -74,6 +74,8 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
+    for name, result in _of_results("trees"):
+        yield "docs/masks.md", name, trees_table(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
@@ -370,7 +372,12 @@ def training_table(result: dict) -> str:
     return "\n".join([source, "", *head, *rows])
 
 
-def documents_table(result: dict) -> str:
+def trees_table(result: dict) -> str:
+    """Tabulate the same as `documents_table` of documents that continue others."""
+    return documents_table(result, "documents that continue others")
+
+
+def documents_table(result: dict, column: str = "tokens of a document") -> str:
     """Tabulate balance, received shards and messages of every layout by mix of documents and number of ranks."""
     layouts, cells = list(dict.fromkeys(row["layout"] for row in result["results"])), {}
     for row in result["results"]:
@@ -378,7 +385,7 @@ def documents_table(result: dict) -> str:
         cells.setdefault((row["mix"], row["ranks"]), []).append(cell)
     about = result["environment"]
     source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
-    head = [f"| tokens of a document | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
+    head = [f"| {column} | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
     rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
 

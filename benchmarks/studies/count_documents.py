@@ -42,9 +42,12 @@ def main() -> None:
     results = []
     for mix, lengths in MIXES.items():
         for ranks in (8, 64):
-            packings = [pack(seed, ranks * TOKENS_PER_RANK, *lengths) for seed in range(options.packings)]
+            packings = [
+                SequenceMask(ranks * TOKENS_PER_RANK, cu_seqlens=pack(seed, ranks * TOKENS_PER_RANK, *lengths))
+                for seed in range(options.packings)
+            ]
             for layout, count in COUNTS.items():
-                counted = [count(bounds, ranks) for bounds in packings]
+                counted = [count(mask, ranks) for mask in packings]
                 row = {name: mean(x[name] for x in counted) for name in counted[0]}
                 worst = min(x["balance_percent"] for x in counted)
                 results.append({"mix": mix, "ranks": ranks, "layout": layout, "worst_percent": worst, **row})
@@ -68,7 +71,7 @@ def pack(seed: int, seqlen: int, shortest: int, longest: int) -> tuple[int, ...]
     return tuple(bounds)
 
 
-def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, float]:
+def count_layout(layout: str, mask: SequenceMask, ranks: int) -> dict[str, float]:
     """Count causal work, received keys and messages of one packing.
 
     Returns:
@@ -77,7 +80,6 @@ def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, 
         host_shards: those received from another host of eight GPUs, mean.
         messages: received by a rank for each section of heads, mean.
     """
-    mask = SequenceMask(bounds[-1], cu_seqlens=bounds)
     work, keys, abroad, messages = [], [], [], []
     for rank in range(ranks):
         found = plan_gather(mask, ranks, rank, layout)
@@ -96,8 +98,9 @@ def count_layout(layout: str, bounds: tuple[int, ...], ranks: int) -> dict[str, 
     }
 
 
-def count_every_document(bounds: tuple[int, ...], ranks: int) -> dict[str, float]:
+def count_every_document(mask: SequenceMask, ranks: int) -> dict[str, float]:
     """Calculate the counts of `count_layout` if rank r holds the segments r and 2 * ranks - 1 - r of every document."""
+    bounds = mask.bounds
     padded = sum(-(-(stop - start) // (2 * ranks)) * 2 * ranks for start, stop in pairwise(bounds))
     return {
         "balance_percent": 100 * bounds[-1] / padded,
@@ -133,7 +136,7 @@ def work_of_sequences(tokens: Tensor, seqlen: int) -> Tensor:
     return work[shuffled(NUM_SEQUENCES, "sequences")]
 
 
-COUNTS: dict[str, Callable[[tuple[int, ...], int], dict[str, float]]] = {
+COUNTS: dict[str, Callable[[SequenceMask, int], dict[str, float]]] = {
     **{layout: partial(count_layout, layout) for layout in ("zigzag", "striped", "balanced")},
     "every document": count_every_document,
 }

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -245,15 +246,6 @@ def check_backward(impl: str, head_dim: int, deterministic: bool) -> None:
         check_products(_ROUNDED[impl], head_dim, deterministic)
 
 
-def check_branches(impl: str) -> None:
-    """Raise NotImplementedError unless an implementation takes masks that are two-sided (`Mask.is_two_sided`)."""
-    if impl in ("hopper", "hopper_fp8"):
-        raise NotImplementedError(
-            f"documents must not branch (one continued by several, or by one that is not next) with impl={impl!r}, got "
-            "parents that do; use impl='flash2'."
-        )
-
-
 def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
     """Return row_max after checking that the implementation uses it, and that it has the form of lse."""
     if impl not in _ROUNDED:
@@ -381,6 +373,25 @@ def collect(
         total = torch.where(has[:, None, None], total + partial, total)
     dk.copy_(total[..., : dk.shape[3]])
     dv.copy_(total[..., dk.shape[3] :])
+
+
+@contextmanager
+def observed_launches(tell: Callable[[Any], None]) -> Iterator[None]:
+    """Call `tell` for each launch of "hopper" and "hopper_fp8" by this thread in the context; see `launcher.Launch`."""
+    from ringflash_kernels.hopper import launcher
+
+    launcher.observer.tell = tell
+    try:
+        yield
+    finally:
+        launcher.observer.tell = None
+
+
+def launches_are_traced() -> bool:
+    """Return True if a profiler of triton observes launches."""
+    from ringflash_kernels.hopper import launcher
+
+    return launcher.is_traced()
 
 
 _NO_GUARD = nullcontext()

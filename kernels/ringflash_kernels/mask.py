@@ -281,13 +281,9 @@ def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
 def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return row index, first and one-past-last visible key of every (region, row)."""
     far = 1 << 40
-    table = torch.tensor(
-        [
-            [r[0], r[1], r[2], r[3], -far if r.lower is None else r.lower, far if r.upper is None else r.upper]
-            for r in regions
-        ]
-    )
-    q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
+    *sides, lowers, uppers = zip(*regions, strict=True)  # by column: torch.tensor of rows takes ten times as long
+    finite = [-far if x is None else x for x in lowers], [far if x is None else x for x in uppers]
+    q_start, q_stop, k_start, k_stop, lower, upper = (torch.tensor(x, device="cpu") for x in (*sides, *finite))
     lengths = q_stop - q_start
     region = torch.repeat_interleave(torch.arange(len(regions)), lengths)
     rows = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[region] + q_start[region]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
-from ringflash.accelerate.rows import BatchRows, read_rows, shift_rows
+from ringflash.accelerate.rows import BatchRows, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.options import NAME
@@ -68,8 +68,11 @@ class RingForward:
     that averages over all ranks turns into that of one process.
 
     Attributes:
+        min_shared: least tokens of a common beginning that is computed once for TRL's trainers; 0 for none.
         __signature__: signature of the model's own forward; Trainer chooses the columns of a data set by it.
     """
+
+    min_shared = 0
 
     def __init__(self, causal: nn.Module, group: dist.ProcessGroup, fused_head: FusedHead | None = None) -> None:
         self._model, self.group = ref(causal), group  # a cycle would keep the model's memory
@@ -121,6 +124,13 @@ class RingForward:
                     "the model."
                 )
             rows = _read(causal, input_ids, kwargs, fused)
+            if fused and self.min_shared:
+                if getattr(causal.config, "output_router_logits", False):
+                    raise NotImplementedError(
+                        "output_router_logits must be False with share_prefixes, got True: the balancing loss would "
+                        "count shared tokens once; leave share_prefixes out."
+                    )
+                rows = share_rows(rows, self.min_shared)
         except (ValueError, NotImplementedError) as error:
             problem = error
         shape = None if rows is None else [*rows.input_ids.shape]
@@ -158,9 +168,7 @@ class RingForward:
         assert self._fused_head is not None
         shifted = shift_labels if labels is None else shift_rows(labels)
         assert shifted is not None
-        output = score_batch(
-            self._fused_head, with_loss, shard_rows(rows, self.group), rows.indices, shifted, self.group
-        )
+        output = score_batch(self._fused_head, with_loss, shard_rows(rows, self.group), rows, shifted, self.group)
         if "aux_loss" in output:
             output["aux_loss"] = _mean_of_ranks(output.aux_loss, self.group)
         if shift_labels is None:  # TRL leaves out the last token, which has no label

@@ -19,12 +19,16 @@ NAME = "ringflash"
 _REMEDY = "pip install 'ringflash[accelerate]'"
 
 
-def register() -> None:
+def register(*, share_prefixes: bool | int = False) -> None:
     """Make `ParallelismConfig(cp_backend="ringflash", cp_size=N)` work, in an Accelerator and in transformers' Trainer.
 
     Call it once, before the configuration is made. Models that are then prepared run over a ring of the `cp` ranks:
     their forward takes whole batches, and returns the loss of the whole sequence on each of them.
 
+    Args:
+        share_prefixes: TRL's GRPO, RLOO and DPO compute a prompt once for all its answers in a batch, and any other
+            common beginning of sequences, with the same result (`ringflash.share_prefixes`); a number is the least
+            tokens to share. It needs attention in all layers.
     Raises:
         RuntimeError: accelerate or transformers is missing or too old; the backend is registered already.
     """
@@ -50,6 +54,9 @@ def register() -> None:
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
         raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
+    from ringflash.accelerate.forward import RingForward  # imports much, and needs transformers
+
+    RingForward.min_shared = int(share_prefixes)
     cast(Any, ParallelismConfig).cp_enabled = _CpEnabled()
     for owner, wrapper in wrappers:
         _wrap(owner, wrapper)

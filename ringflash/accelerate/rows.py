@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ringflash.sequence.documents import cu_seqlens_of, document_starts
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.sequence.trees import share_prefixes
 
 
 class BatchRows(NamedTuple):
@@ -19,6 +21,7 @@ class BatchRows(NamedTuple):
     indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
     length: largest position in the batch as transformers counts them, plus 1.
     columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
+    places: as the input_ids before `share_rows`, int64, row of each token among those that it left, or -1; else None.
     """
 
     input_ids: Tensor
@@ -27,6 +30,7 @@ class BatchRows(NamedTuple):
     indices: Tensor | None
     length: int
     columns: Tensor | None
+    places: Tensor | None = None
 
 
 def shift_rows(labels: Tensor) -> Tensor:
@@ -82,6 +86,33 @@ def read_rows(
     cu_seqlens = None if len(bounds) == 2 else bounds
     tokens, shifted = input_ids.flatten()[indices][None], labels.flatten()[indices][None]
     return BatchRows(tokens, shifted, cu_seqlens, indices, length, indices[None] % input_ids.shape[1])
+
+
+def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
+    """Return a batch with the common beginnings of its documents once; the host reads the tokens.
+
+    Raises:
+        ValueError: labels that are not the next tokens.
+    """
+    tokens, labels = rows.input_ids.flatten().cpu(), rows.labels.flatten().cpu()
+    bounds = range(0, len(tokens) + 1, rows.input_ids.shape[1])
+    spans = list(pairwise(bounds if rows.cu_seqlens is None else rows.cu_seqlens.tolist()))
+    packed = share_prefixes([tokens[start:stop] for start, stop in spans], min_shared=min_shared)
+    places = torch.full_like(tokens, -1)
+    for (start, stop), found in zip(spans, packed.rows, strict=True):
+        places[start : stop - 1] = found
+    labelled = labels != IGNORE_INDEX
+    used, wanted = places[labelled], torch.full_like(packed.labels, IGNORE_INDEX)
+    if bool((used < 0).any()) or bool((packed.labels[0, used] != labels[labelled]).any()):
+        raise ValueError(
+            "labels must be the next tokens with share_prefixes, got others; leave them out, or share_prefixes."
+        )
+    wanted[0, used] = labels[labelled]
+    device = rows.input_ids.device
+    return rows._replace(
+        input_ids=packed.input_ids.to(device), labels=wanted.to(device), cu_seqlens=packed.cu_seqlens, columns=None,
+        places=places.view_as(rows.input_ids).to(device),
+    )  # fmt: skip
 
 
 def _check_mask(begins: Tensor, left_padding: bool) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import loss as token_loss
+from ringflash.accelerate.rows import BatchRows
 from ringflash.huggingface import CausalLMWithLoss
 from ringflash.sequence.layout import unshard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
@@ -117,7 +118,7 @@ def score_batch(
     head: FusedHead,
     with_loss: CausalLMWithLoss,
     shard: dict[str, Any],
-    indices: Tensor | None,
+    rows: BatchRows,
     labels: Tensor,
     group: dist.ProcessGroup,
 ) -> Any:
@@ -126,8 +127,7 @@ def score_batch(
     Each rank's gradient is cp_size times its share, if every rank computes the same loss from the output.
 
     Args:
-        shard: as `prepare_batch` returns it.
-        indices: index of each token in the flattened batch, as in `BatchRows`.
+        shard: of `rows`, as `prepare_batch` returns it.
         labels: (batch, seqlen), shifted.
     Returns:
         output: FusedCausalLMOutput; per-token values as labels.
@@ -138,10 +138,13 @@ def score_batch(
     hidden, weight, balance = with_loss.decode(**shard)
     if head.cast_lm_head_to_fp32:
         hidden, weight = hidden.float(), weight.float()
-    scale = with_loss.logit_scale / head.temperature
+    scale, indices, places = with_loss.logit_scale / head.temperature, rows.indices, rows.places
 
     def whole(values: Tensor) -> Tensor:
-        values = unshard_sequence(values, group, 1).flatten(0, 0 if indices is None else 1)
+        values = unshard_sequence(values, group, 1)
+        if places is not None:
+            values = values.flatten()[places.clamp(min=0)].masked_fill(places < 0, 0)
+        values = values.flatten(0, 0 if indices is None else 1)
         if indices is None:
             return values[:, : labels.shape[1]]
         return values.new_zeros(labels.numel()).index_copy(0, indices, values[: len(indices)]).view_as(labels)

@@ -53,10 +53,12 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. For more rows give a list with the bounds of each:
-            the rows are then attended one after another. On the CPU it costs no synchronisation. The backward uses the
-            values that the forward read. A tensor on a GPU is read again only after torch has seen a write to it: give
-            a new tensor if the values change through `.data` or a kernel. Refused while a CUDA graph is captured.
+            its length, equal on all ranks; batch must then be 1. Or a table of documents that continue one another or
+            see both ways, with causal=True (`document_table`); a window then counts along the path. For more rows give
+            a list with the bounds of each: the rows are then attended one after another. On the CPU it costs no
+            synchronisation. The backward uses the values that the forward read. A tensor on a GPU is read again only
+            after torch has seen a write to it: give a new tensor if the values change through `.data` or a kernel.
+            Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
             "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
@@ -268,7 +270,7 @@ def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
 
 def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         _refuse_forward_mode()
     _refuse_transforms()
 
@@ -300,6 +302,8 @@ def _refuse_transforms() -> None:
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
     """Return (left, right) after checking that they are two integers. `plan_call` checks their values."""
+    if type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int:
+        return window_size
     sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
     if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
         check_window_size(sides)

@@ -19,10 +19,10 @@ docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,8 +33,10 @@ from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.sections import Unit
+from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.lanes import Lanes, Marker
+from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import out_shape, state_dtype
@@ -49,6 +51,12 @@ class HeadGather(GatherCall):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
+        out, lse = self._issue("forward", self._forward, q, k, v, row_max)
+        return out, lse
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         gathered = self._gathered("forward", k, v, q.shape[2])
@@ -67,6 +75,20 @@ class HeadGather(GatherCall):
         row_max: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
+        dq, dk, dv = self._issue("backward", self._backward, dout, dlse, q, k, v, out, lse, row_max)
+        return dq, dk, dv
+
+    def _backward(
+        self,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        row_max: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
         returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k))
@@ -94,25 +116,50 @@ class HeadGather(GatherCall):
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
-    def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Publish k and v and compute all units under the watchdog, and remember that the kernels have seen the mask.
+    def _issue(
+        self, pass_name: str, issue: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a pass by `issue(*tensors)`; repeat its tape once there is one."""
+        assert tensors[0] is not None
+        memory, device = self.memory, tensors[0].device
+        with memory.on_one_stream():
+            if self.queries_arrived or not can_repeat(self.impl, device, tensors):
+                return issue(*tensors)
+            assert isinstance(memory, Lanes)
+            options = self.impl, self.softmax_scale, self.deterministic, self.rounded
+            place = memory.current().cuda_stream, comm_sms(self.impl, transport_name(memory))
+            key = pass_name, *map(id, self.blocks), options, form_of(tensors), place
+            tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
+            if not tape.steps:
+                return tape.record(memory, tensors, issue)
+            with self._watched(pass_name, device) as watched:
+                return tape.repeat(memory, tensors, self.number, watched)
+
+    @contextmanager
+    def _watched(self, pass_name: str, device: torch.device) -> Iterator[CallInFlight | Unwatched]:
+        """Watch the issue of a pass.
 
         After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
         the caller's stream waits for all of them.
         """
-        masks, device = [block.mask for block in self.blocks], work.gathered.device
-        key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
-        known = all(mask.is_cached(key) for mask in masks)
-        in_order = not known or measuring()  # the first section builds tables that the others reuse
-        with self.memory.on_one_stream(), watching(self.memory, work.pass_name, device) as watched:
+        with watching(self.memory, pass_name, device) as watched:
             try:
-                with waiting(device):
-                    arrived = work.gathered.publish(k, v, self.impl, self.number)
-                run_units(work, arrived, watched, in_order)
+                yield watched
             except BaseException:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
                     self.memory.join()
                 raise
+
+    def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
+        masks, device = [block.mask for block in self.blocks], work.gathered.device
+        key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
+        known = all(mask.is_cached(key) for mask in masks)
+        in_order = not known or measuring()  # the first section builds tables that the others reuse
+        with self._watched(work.pass_name, device) as watched:
+            with waiting(device):
+                arrived = work.gathered.publish(k, v, self.impl, self.number)
+            run_units(work, arrived, watched, in_order)
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
@@ -172,9 +219,13 @@ class UnitRun:
         self.dq_casts: list[Marker] = []
         self.has_barriers = transport_name(self.memory) == "copy_engine"  # messages order the ranks without any
         if self.has_barriers:
-            watched.reach(arrived, "for all ranks to begin")
+            self.reach(arrived, "for all ranks to begin")
         else:
-            watched.reach(self.start, "for its device to begin")
+            self.reach(self.start, "for its device to begin")
+
+    def reach(self, marker: Marker, what: str, *values: object) -> None:
+        """Tell the watchdog of a marker; arguments as `CallInFlight.reach`."""
+        self.memory.note(_reach, self.watched, marker, what, *values)
 
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
         """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.
@@ -198,7 +249,7 @@ class UnitRun:
         end = self.memory.run_in_lane(lane, partial(self.work.compute, index, *needed), after)
         self.computed.append(end)
         self.last_in_lane[lane] = end
-        self.watched.reach(end, "for {}", self.work.sizes.name(unit))
+        self.reach(end, "for {}", self.work.sizes.name(unit))
 
     def pull_next(self) -> None:
         """Start to pull the next unit that travels, if there is one."""
@@ -213,7 +264,7 @@ class UnitRun:
         finish = work.finish if final and not cast_here else work.return_gradients
         end = self.memory.run_in_lane("end", partial(finish, index), self.computed[-1:], urgent=True)
         self.returns.append(end)
-        self.watched.reach(end, "for the gradients of {}", work.sizes.name(unit))
+        self.reach(end, "for the gradients of {}", work.sizes.name(unit))
         if final:
             self.section_ends[unit.section] = end
             if cast_here:
@@ -223,7 +274,7 @@ class UnitRun:
     def join(self, pulled: Marker) -> None:
         """Order the caller's stream after all work of the call, and after the last pull of every rank."""
         if self.has_barriers:
-            self.watched.reach(pulled, "for all ranks to have their keys")
+            self.reach(pulled, "for all ranks to have their keys")
         markers = [pulled]
         if isinstance(self.work, BackwardUnits):  # "begin" allocated dQ and the statistics, which are freed on return
             after = [*self.dq_casts, *self.returns[-1:]]
@@ -235,6 +286,10 @@ class UnitRun:
 
 def _lane_of(unit: Unit) -> str:
     return "odd" if unit.section % 2 else "even"
+
+
+def _reach(watched: CallInFlight | Unwatched, *arguments: Any) -> None:
+    watched.reach(*arguments)
 
 
 def _do_nothing() -> None:

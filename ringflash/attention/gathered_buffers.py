@@ -200,7 +200,7 @@ class GatheredKV:
         Returns:
             arrival of the first unit. The others may be pulled after all this work.
         """
-        self.words.write(number)
+        self.memory.step(self.words.write, number)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
@@ -243,19 +243,23 @@ class GatheredKV:
 
         The host also receives the numbers of the peers' calls.
         """
-        on_host = self.words.for_host(number)
+        on_host = self.memory.note(self.words.for_host, number)
 
         def end() -> None:
             if on_host is not None:
-                on_host.copy_(self.words.arrived, non_blocking=True)
+                self.memory.step(self.words.send_to_host, on_host)
             self.memory.barrier(PULLED)
 
         marker = self.memory.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
-            members = self.memory.members
-            senders = [members[sender] if members else sender for sender in self.words.senders]
-            call_numbers.expect(self.memory.group, marker, number, on_host, senders)
+            self.memory.note(self._expect_words, number, marker, on_host)
         return marker
+
+    def _expect_words(self, number: CallNumber, marker: Marker, on_host: torch.Tensor) -> None:
+        """Queue the words of the peers for comparison."""
+        members = self.memory.members
+        senders = [members[sender] if members else sender for sender in self.words.senders]
+        call_numbers.expect(self.memory.group, marker, number, on_host, senders, self.words.unused)
 
 
 def split_heads(

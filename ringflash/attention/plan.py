@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,7 +21,7 @@ from ringflash.attention.sections import choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.group import HostSplit, known_split
+from ringflash.comm.group import HostSplit, known_split, store_of
 from ringflash.comm.hosts import find_split, refusal_of
 from ringflash.comm.transport import (
     TRANSPORTS,
@@ -42,7 +43,6 @@ from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
     check_backward,
-    check_branches,
     choose_impl,
     implementation,
     rounds,
@@ -69,6 +69,7 @@ class CallPlan:
     options: CallOptions
     members: tuple[int, ...] = ()
     transport_reason: str = ""
+    _blocks: dict[CallShape, tuple[Gathering, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def size_and_rank(self) -> tuple[int, int]:
@@ -102,6 +103,11 @@ class CallPlan:
 
     def key_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
         """Return the blocks of keys to all-gather, of equal distances on all ranks."""
+        if shape not in self._blocks:
+            self._blocks[shape] = self._plan_blocks(shape)
+        return self._blocks[shape]
+
+    def _plan_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
         whole, layout = self.gathering, self.options.layout
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
         limits = whole.capacity, whole.returned_rows, whole.pairs
@@ -177,6 +183,37 @@ class CallPlan:
         return RingOfHops(hops, channel, *how)
 
 
+planned: dict[Hashable, CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+_MAX_PLANNED = 32
+
+
+def plan_again(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Documents | None,
+    options: CallOptions,
+    grad_flags: int = 0,
+) -> CallPlan:
+    """Return `plan_call` of these arguments, kept from an equal call over GPUs that share the sequence."""
+    group = options.group
+    refusable = cu_seqlens is not None and cuda_graphs.capturing(q.device)
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor) or refusable:
+        return plan_call(q, k, v, cu_seqlens, options, grad_flags)
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    key = forms, cu_seqlens, options, grad_flags, known_split(group)
+    plan = planned.get(key)
+    if plan is None:
+        plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
+        if UNDECIDED not in (plan.algorithm, plan.transport):
+            for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
+                del planned[old]  # its group has been destroyed
+            if len(planned) == _MAX_PLANNED:
+                del planned[next(iter(planned))]
+            planned[key] = plan
+    return plan
+
+
 def plan_call(
     q: Tensor,
     k: Tensor,
@@ -200,8 +237,6 @@ def plan_call(
         )
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
-    if mask.has_branches:
-        check_branches(impl)
     check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallShape, make_addressable
 from ringflash.attention.options import CallOptions
-from ringflash.attention.plan import CallPlan, plan_call
+from ringflash.attention.plan import CallPlan, plan_again
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import agreement, call_numbers, cuda_graphs
@@ -85,7 +85,7 @@ class RingCall:
         try:
             addressable = tuple(map(make_addressable, tensors))
             q, k, v, *_ = addressable
-            self._plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
+            self._plan = plan_again(q, k, v, cu_seqlens, options, grad_flags)
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise

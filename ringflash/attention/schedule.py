@@ -25,6 +25,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask, Region
@@ -329,17 +331,28 @@ def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
                         yield trimmed
 
 
-def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
-    """Yield the same pairs as `_visible` by key: one region per pair of chunks and document of the keys."""
-    starts = [chunk.start for chunk in q_shard]
-    for k in k_shard:
-        for document in range(mask.document_of(k.start), mask.document_of(k.stop - 1) + 1):
-            seen = mask.column_of(document)
-            first = max(0, bisect_right(starts, seen.q_start) - 1)
-            for q in q_shard[first : bisect_left(starts, seen.q_stop)]:
-                trimmed = _in_rows(seen, q, k).trimmed()
-                if trimmed is not None:
-                    yield trimmed
+def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> list[Region]:
+    """Return the same pairs as `_visible` by key: trimmed regions, one per pair of chunks and document of the keys."""
+    bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
+    chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
+    start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
+    both = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
+    first, end = np.where(both, bounds[document], start), np.asarray(mask.tree_ends)[document]  # queries that see them
+    column, reader = _expand(np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end))
+    chunk, start, stop, both = chunk[column], start[column], stop[column], both[column]
+    first, end = np.maximum(first[column], q[reader, 0]), np.minimum(end[column], q[reader, 1])
+    stop = np.where(both, stop, np.minimum(stop, end))
+    q_shift, k_shift = q[reader, 2] - q[reader, 0], k[chunk, 2] - k[chunk, 0]  # from positions to rows
+    bands = np.asarray(np.where(both | (first >= stop - 1), None, k_shift - q_shift))
+    sides = np.stack((first + q_shift, end + q_shift, start + k_shift, stop + k_shift), 1)
+    return [Region(a, b, c, d, None, band) for (a, b, c, d), band in zip(sides.tolist(), bands.tolist(), strict=True)]
+
+
+def _expand(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices and the numbers of all [first, stop), joined."""
+    counts = np.maximum(stop - first, 0)
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index] + first[index]
 
 
 def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
@@ -362,7 +375,7 @@ def _mask_of(
     found = Mask.of(num_rows, num_keys, _regions(mask, q_shard, k_shard))
     found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
     if mask.has_columns and len(found.regions) > 1:
-        by_key = Mask.of(num_rows, num_keys, _columns(mask, q_shard, k_shard)).transposed()
+        by_key = Mask(num_rows, num_keys, tuple(_columns(mask, q_shard, k_shard))).transposed()
         found.cached("transposed", lambda: by_key)
     return found
 

@@ -73,6 +73,7 @@ class _Unread(NamedTuple):
     call: CallNumber
     words: torch.Tensor  # on the host
     senders: Sequence[int]
+    unused: list[torch.Tensor] | None  # takes the words back
 
 
 class _Calls:
@@ -150,6 +151,7 @@ class Words:
     def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
+        self.unused: list[torch.Tensor] = []  # host memory of earlier calls, which have been compared
 
     def arrival_of(self, sender: int) -> torch.Tensor:
         """Return the memory at which a peer's word arrives: (1,)."""
@@ -166,18 +168,30 @@ class Words:
         device = self.arrived.device
         if not self.senders or not call.value or capturing(device):
             return None
+        if self.unused:
+            return self.unused.pop()
         return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
+
+    def send_to_host(self, on_host: torch.Tensor) -> None:
+        """Copy the words that have arrived on the current stream."""
+        on_host.copy_(self.arrived, non_blocking=True)
 
 
 def expect(
-    group: dist.ProcessGroup, arrival: Arrival, call: CallNumber, words: torch.Tensor, senders: Sequence[int]
+    group: dist.ProcessGroup,
+    arrival: Arrival,
+    call: CallNumber,
+    words: torch.Tensor,
+    senders: Sequence[int],
+    unused: list[torch.Tensor] | None = None,
 ) -> None:
     """Queue the words of a call for comparison once they have arrived.
 
     Args:
         words: one word per sender, in host memory; written before `arrival`.
+        unused: list to which `words` are appended after the comparison.
     """
-    _calls(group).unread.append(_Unread(arrival, call, words, senders))
+    _calls(group).unread.append(_Unread(arrival, call, words, senders, unused))
 
 
 def end_failed(group: dist.ProcessGroup, number: int) -> None:
@@ -214,7 +228,10 @@ def find_problem() -> RuntimeError | None:
 def _problem(calls: _Calls) -> str:
     unread = calls.unread
     while not calls.problem and unread and unread[0].arrival.query():
-        calls.problem = _compare(unread.popleft())
+        oldest = unread.popleft()
+        calls.problem = _compare(oldest)
+        if oldest.unused is not None:
+            oldest.unused.append(oldest.words)
     return calls.problem
 
 
@@ -226,10 +243,14 @@ def _describe(word: int, own: CallNumber) -> str:
 
 
 def _compare(unread: _Unread) -> str:
-    words = zip(unread.senders, unread.words.tolist(), strict=True)
-    theirs = [f"rank {rank} in {_describe(word, unread.call)}" for rank, word in words if word != unread.call.word]
-    if not theirs:
+    words, own = unread.words.tolist(), unread.call.word
+    if words.count(own) == len(words):
         return ""
+    theirs = [
+        f"rank {rank} in {_describe(word, unread.call)}"
+        for rank, word in zip(unread.senders, words, strict=True)
+        if word != own
+    ]
     return (
         f"ranks were in different attention calls: this rank in call {unread.call}, "
         f"{', '.join(theirs)}; their K/V were mixed, so results since then are wrong: restart from the last "

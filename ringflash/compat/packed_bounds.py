@@ -80,6 +80,23 @@ def whole_bounds(cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> tuple[Tensor |
     )
 
 
+def scaled_bounds(cu_seqlens: Tensor, size: int, max_seqlen: int) -> tuple[Tensor | None, Exception | None]:
+    """Return bounds in the whole sequence, given those in a shard that has a size-th of each document, and the error.
+
+    The host reads a tensor on a device once.
+    """
+    try:
+        bounds = read_documents(cu_seqlens).plain_bounds("zigzag_ring_flash_attn_varlen_func")
+    except (ValueError, NotImplementedError) as error:
+        return None, error
+    if len(bounds) > 1 and _longest(list(bounds)) > max_seqlen:
+        return None, ValueError(
+            f"max_seqlen must be at least the longest document ({_longest(list(bounds))} tokens of the shard), got "
+            f"{max_seqlen}; pass int(cu_seqlens.diff().max())."
+        )
+    return torch.tensor([bound * size for bound in bounds], dtype=cu_seqlens.dtype), None
+
+
 def _version(x: Tensor) -> int:
     """Return the number of writes to a tensor; 0 for one of inference mode, whose writes torch does not count."""
     return 0 if x.is_inference() else x._version

@@ -24,13 +24,14 @@ from ringflash.attention.inputs import autocast, differentiate_alike
 from ringflash.attention.options import CallOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
-from ringflash.compat.packed_bounds import llama3_flash_attn_prepare_cu_seqlens, whole_bounds
+from ringflash.compat.packed_bounds import llama3_flash_attn_prepare_cu_seqlens, scaled_bounds, whole_bounds
 from ringflash.huggingface.validation import find_static_error
 
+_STEMS = ("ring_flash_attn", "zigzag_ring_flash_attn", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
 _FORMS = ("", "_kvpacked", "_qkvpacked")
 _PER_DOCUMENT = (
-    "get shards cut across the packed sequence, got shards cut within each document; use "
-    "llama3_flash_attn_varlen_func, or ringflash.ring_attention with cu_seqlens."
+    "get shards of one of ringflash's layouts, got one part of each document; use zigzag_ring_flash_attn_varlen_func, "
+    "which takes two, or llama3_flash_attn_varlen_func."
 )
 _STRIPES = (
     "get shards of one of ringflash's layouts, got single tokens dealt in rotation; use zigzag_ring_flash_attn_func, "
@@ -40,7 +41,6 @@ _REFUSED = {
     f"{stem}{form}_func": reason
     for stem, reason in (
         ("ring_flash_attn_varlen", _PER_DOCUMENT),
-        ("zigzag_ring_flash_attn_varlen", _PER_DOCUMENT),
         ("stripe_flash_attn", _STRIPES),
     )
     for form in _FORMS
@@ -51,15 +51,12 @@ _REFUSED |= dict.fromkeys(
     "only be imported, got a call: it is part of that package's rings, which ringflash replaces; use "
     "llama3_flash_attn_varlen_func or substitute_hf_flash_attn.",
 )
-__all__ = [
-    f"{stem}{form}_func"
-    for stem in ("ring_flash_attn", "zigzag_ring_flash_attn", "llama3_flash_attn_varlen")
-    for form in _FORMS
-]
+__all__ = [f"{stem}{form}_func" for stem in _STEMS for form in _FORMS]
 __all__ += ["llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
 __all__ += ["use_ring_attn", *_REFUSED]
 _MODULES = (  # of the package, from which its users import
     "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "utils", "zigzag_ring_flash_attn",
+    "zigzag_ring_flash_attn_varlen",
 )  # fmt: skip
 
 DATA_PARAMS: dict[str, Any] = {}  # of the current batch, set by `update_ring_flash_attn_params`
@@ -130,11 +127,49 @@ def zigzag_ring_flash_attn_func(
 
     Args: as `ring_flash_attn_func`; `causal` must be True, as in that package.
     """
-    error = None if causal else ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
     return _attend(
         "zigzag", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group, error=error,
+        return_attn_probs, group, error=None if causal else _not_causal(),
     )  # fmt: skip
+
+
+def zigzag_ring_flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    group: Group = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Causal attention within packed documents; a rank holds a zigzag of each, as in our layout "documents".
+
+    Args:
+        q: (total_tokens_local, num_heads, head_dim).
+        k, v: (total_tokens_local, num_kv_heads, head_dim).
+        cu_seqlens: (num_documents + 1,), int32, bounds in the shard: those in the whole sequence, divided by cp_size.
+        max_seqlen: at least the length of the longest document in the shard.
+        return_attn_probs: also return the log-sum-exp, (num_heads, total_tokens_local), and None.
+    Returns:
+        out: as q.
+    Raises:
+        NotImplementedError, ValueError: on every rank.
+    """
+    size, _ = CallOptions(_resolve(group)).size_and_rank
+    bounds, error = scaled_bounds(cu_seqlens, size, max_seqlen)
+    if not causal:
+        error = _not_causal()
+    result = _attend(
+        "documents", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
+        deterministic, return_attn_probs, group, bounds, error,
+    )  # fmt: skip
+    return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
 
 
 def llama3_flash_attn_varlen_func(
@@ -272,6 +307,9 @@ ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func = _packed_forms(ri
 zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func = _packed_forms(
     zigzag_ring_flash_attn_func, 2
 )
+zigzag_ring_flash_attn_varlen_kvpacked_func, zigzag_ring_flash_attn_varlen_qkvpacked_func = _packed_forms(
+    zigzag_ring_flash_attn_varlen_func, 1
+)
 llama3_flash_attn_varlen_kvpacked_func, llama3_flash_attn_varlen_qkvpacked_func = _packed_forms(
     llama3_flash_attn_varlen_func, 1
 )
@@ -330,6 +368,10 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
             "torch.distributed.init_process_group first."
         )
     return resolve(dist.group.WORLD if group is None else group)
+
+
+def _not_causal() -> Exception:
+    return ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
 
 
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:

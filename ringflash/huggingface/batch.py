@@ -11,7 +11,7 @@ from ringflash import loss as token_loss
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import local_positions, read_documents, shard_sequence
-from ringflash.sequence.mask import path_shifts
+from ringflash.sequence.mask import paths_of
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.sequence.trees import span_documents
 
@@ -120,7 +120,7 @@ def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     bounds = shifts = cu_seqlens
     if cu_seqlens.dim() > 1:
         bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
-        shifts = torch.tensor(path_shifts(documents.bounds, documents.parents))
+        shifts = torch.tensor(paths_of(documents.bounds, documents.parents).shifts)
     bounds, shifts = (x.to(positions.device, positions.dtype) for x in (bounds, shifts))
     document = torch.searchsorted(bounds, positions, right=True) - 1
     return positions - shifts[document.clamp(min=0)]

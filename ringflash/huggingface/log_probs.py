@@ -65,10 +65,10 @@ def log_probs(
     try:
         if share_prefixes:
             packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
-            given = packed.input_ids.to(input_ids.device), None, packed.cu_seqlens, packed.labels.to(input_ids.device)
+            tokens, labels = packed.input_ids.to(input_ids.device), packed.labels.to(input_ids.device)
+            batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
-            given = input_ids, attention_mask, cu_seqlens, None
-        batch, real = _prepare(*given, group, temperature, layout)
+            batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)
     except (ValueError, NotImplementedError) as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
@@ -119,7 +119,8 @@ def _prepare(
     numbers = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     tokens, columns, bounds, _ = pad_sequence(input_ids, numbers, cu_seqlens, cp_size=cp_size, layout=layout)
     assert columns is not None
-    labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
+    if labels is not None:
+        labels = pad_sequence(input_ids, labels, cu_seqlens, cp_size=cp_size, layout=layout).labels
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     mask = pad_sequence(mask, cu_seqlens=cu_seqlens, cp_size=cp_size, layout=layout).tokens
     positions = "global" if cu_seqlens is None else "document"

@@ -20,7 +20,7 @@ from ringflash.sequence.mask import Documents
 
 
 class Use(Enum):
-    """What a layer makes of spans."""
+    """Meaning of spans in a layer."""
 
     WITHIN_WINDOW = "causal or in the same span, and in the window"
     BEYOND_WINDOW = "causal and in the window, or in the same span"
@@ -33,11 +33,11 @@ class LayerSpans(Tensor):
     It is a tensor of four dimensions, because models hand masks of other types or dimensions to transformers again.
 
     Attributes:
-        use: what the layer makes of spans.
+        use: their meaning in the layer.
         mask: (batch, seqlen_local), of padding, or None.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     use: Use
     mask: Tensor | None
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.sequence.mask import Documents, path_shifts
+from ringflash.sequence.mask import Documents, paths_of
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
@@ -70,7 +70,7 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
     before = starts - torch.tensor(
-        path_shifts(documents.bounds, documents.parents), device="cpu"
+        paths_of(documents.bounds, documents.parents).shifts, device="cpu"
     )  # tokens of the ancestors
     per_token = lengths + 1 + 2 * before
     if documents.bidirectional is not None:
@@ -91,7 +91,8 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
             first = end if small else documents.bounds[index + 1]
     heads = torch.tensor(firsts, device="cpu")
     unit = torch.bucketize(torch.arange(len(ends), device="cpu"), heads, right=True) - 1
-    return starts[heads], *(torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    lengths, work = (torch.zeros_like(heads).index_add_(0, unit, x) for x in (lengths, work))
+    return starts[heads], lengths, work
 
 
 class _Order:

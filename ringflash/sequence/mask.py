@@ -21,6 +21,8 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from ringflash_kernels.mask import Region, band_of
 
 
@@ -153,14 +155,27 @@ class SequenceMask:
     @property
     def num_visible(self) -> int:
         """Number of visible query-key pairs of the whole sequence."""
-        return sum(
-            region.num_visible for i in range(len(self.bounds) - 1) for region in self.regions_of(i, 0, self.seqlen)
-        )
+        if not self.causal:
+            everything = range(len(self.bounds) - 1)
+            return sum(region.num_visible for i in everything for region in self.regions_of(i, 0, self.seqlen))
+        bounds = np.asarray(self.bounds)
+        lengths, (lower, _) = np.diff(bounds), self.band
+        before = bounds[:-1] - np.asarray(self._paths.shifts)  # tokens of the path before each document
+        after = before + lengths
+        pairs = _triangle(after) - _triangle(before)
+        if self.bidirectional is not None:
+            pairs = pairs + np.asarray(self.bidirectional) * _triangle(lengths - 1)
+        if lower is not None:  # keys beyond the window
+            pairs = pairs - (_triangle(after + lower - 1) - _triangle(before + lower - 1))
+        return int(pairs.sum())
 
     @cached_property
-    def runs(self) -> tuple[tuple[Run, ...], ...]:
-        """The path of each document: its keys, as few runs as possible; the last one ends with the document."""
-        return _runs_of(self.bounds, self.parents)
+    def _paths(self) -> Paths:
+        return paths_of(self.bounds, self.parents)
+
+    def path(self, document: int) -> list[Run]:
+        """Return the keys of a document's path, as few runs as possible; the last one ends with the document."""
+        return self._paths.runs(document, self.bounds)
 
     @cached_property
     def tree_ends(self) -> tuple[int, ...]:
@@ -171,21 +186,10 @@ class SequenceMask:
                 ends[parent] = max(ends[parent], ends[index])
         return tuple(ends)
 
-    @cached_property
-    def has_branches(self) -> bool:
-        """True if a document continues one that is not directly before it: only then a mask can be two-sided."""
-        return self.documents is not None and self.documents.have_branches
-
     @property
     def has_columns(self) -> bool:
-        """True if the queries that see the keys of a document are one interval, which `column_of` returns."""
+        """True if the queries that see the keys of a document are those of its tree, from the key's own on."""
         return self.parents is not None and self.band[0] is None
-
-    def column_of(self, document: int) -> Region:
-        """Return the region of the keys of a document: the queries of its tree see it."""
-        start, stop = self.bounds[document], self.bounds[document + 1]
-        both = self.bidirectional is not None and self.bidirectional[document]
-        return Region(start, self.tree_ends[document], start, stop, None, None if both else 0)
 
     def document_of(self, position: int) -> int:
         """Return the index of the document that holds `position`."""
@@ -195,22 +199,28 @@ class SequenceMask:
         """Yield the regions of the queries of a document that are in [start, stop), in global positions."""
         first, last = max(start, self.bounds[document]), min(stop, self.bounds[document + 1])
         lower, upper = self.band
-        own = self.runs[document][-1]
+        *ancestors, own = self.path(document)
         if self.bidirectional is not None and self.bidirectional[document]:
             upper = None
-        for run in self.runs[document]:
-            shift = run.shift - own.shift  # turns a distance in the path into one of positions in the sequence
-            above = upper if run is own else None  # ancestors come earlier in the path
-            region = Region(first, last, run.start, run.stop, None if lower is None else lower + shift, above)
-            trimmed = region.trimmed()
-            if trimmed is not None:
-                yield trimmed
+        if lower is None:
+            yield from (Region(first, last, run.start, run.stop) for run in ancestors)
+        else:  # the shift turns a distance in the path into one of positions in the sequence
+            regions = (Region(first, last, x.start, x.stop, lower + x.shift - own.shift).trimmed() for x in ancestors)
+            yield from (region for region in regions if region is not None)
+        trimmed = Region(first, last, own.start, own.stop, lower, upper).trimmed()
+        if trimmed is not None:
+            yield trimmed
 
     def visible_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the keys that at least one of the queries [start, stop) sees: disjoint intervals, ascending."""
         if self.parents is None:
             return [self._visible_range(start, stop)]
         documents = range(self.document_of(start), self.document_of(stop - 1) + 1)
+        if self.band[0] is None:  # what later documents see besides is in the same path, or in [start, stop)
+            *ancestors, own = self.path(documents[0])
+            extends = self.bidirectional is not None and self.bidirectional[documents[-1]]
+            last = self.bounds[documents[-1] + 1] if extends else stop
+            return [*((run.start, run.stop) for run in ancestors), (own.start, last)]
         found = sorted((r.k_start, r.k_stop) for i in documents for r in self.regions_of(i, start, stop))
         ranges: list[tuple[int, int]] = []
         for first, last in found:
@@ -234,26 +244,48 @@ class SequenceMask:
         return first, last
 
 
+class Paths(NamedTuple):
+    """Paths of documents.
+
+    starts: for each document, where the run of its path that ends with it starts.
+    links: the document with which the run before ends, or -1.
+    shifts: what to subtract from a position in the document to get the one in its path.
+    """
+
+    starts: list[int]
+    links: list[int]
+    shifts: list[int]
+
+    def runs(self, document: int, bounds: tuple[int, ...]) -> list[Run]:
+        """Return the runs of a document's path, in its order."""
+        found = []
+        while document >= 0:
+            found.append(Run(self.starts[document], bounds[document + 1], self.shifts[document]))
+            document = self.links[document]
+        return found[::-1]
+
+
 @lru_cache(maxsize=8)
-def _runs_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> tuple[tuple[Run, ...], ...]:
-    """Return the path of each document; see `SequenceMask.runs`."""
-    paths: list[tuple[Run, ...]] = []
-    for index, (start, stop) in enumerate(pairwise(bounds)):
-        path = paths[parents[index]] if parents is not None and parents[index] >= 0 else ()
-        if path and path[-1].stop == start:
-            path = (*path[:-1], path[-1]._replace(stop=stop))
-        else:
-            length = path[-1].stop - path[-1].shift if path else 0
-            path = (*path, Run(start, stop, start - length))
-        paths.append(path)
-    return tuple(paths)
+def paths_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> Paths:
+    """Return the paths of documents that are depth first."""
+    if parents is None:
+        starts = list(bounds[:-1])
+        return Paths(starts, [-1] * len(starts), starts)
+    found = Paths([], [], [])
+    for index, (start, parent) in enumerate(zip(bounds, parents, strict=False)):
+        follows = parent >= 0 and parent == index - 1
+        found.starts.append(found.starts[parent] if follows else start)
+        found.links.append(found.links[parent] if follows else parent)
+        found.shifts.append(start - (bounds[parent + 1] - found.shifts[parent] if parent >= 0 else 0))
+    return found
 
 
-def path_shifts(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> list[int]:
-    """Return for each document what to subtract from a position in the sequence to get the one in the path."""
-    return [path[-1].shift for path in _runs_of(bounds, parents)]
+def _triangle(n: np.ndarray) -> np.ndarray:
+    n = np.maximum(n, 0)
+    return n * (n + 1) // 2
 
 
+@lru_cache(maxsize=8)  # checked for every rank, layer and pass
 def check_parents(
     cu_seqlens: tuple[int, ...] | None, parents: tuple[int, ...] | None, bidirectional: tuple[bool, ...] | None
 ) -> None:
@@ -286,6 +318,7 @@ def check_window_size(window_size: tuple[int, ...]) -> None:
         )
 
 
+@lru_cache(maxsize=8)
 def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
     """Raise ValueError unless cu_seqlens increases from 0 to the global length."""
     if len(cu_seqlens) < 2 or cu_seqlens[0] != 0:

@@ -89,7 +89,7 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
     return SharedPrefixes(
         torch.from_numpy(tokens)[None],
         torch.from_numpy(positions)[None],
-        document_table(torch.from_numpy(bounds).int(), torch.tensor(parents, dtype=torch.int32)),
+        document_table(torch.from_numpy(bounds).int(), torch.tensor(parents, dtype=torch.int32, device="cpu")),
         torch.from_numpy(labels)[None],
         tuple(torch.from_numpy(np.concatenate(x)) for x in rows),
     )
@@ -153,6 +153,8 @@ def _depth_first(nodes: list[_Node]) -> list[int]:
 def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the documents of a causal sequence with spans that are seen in both directions, as `document_table`.
 
+    Text and spans alternate, and each continues the previous one. The result is on the CPU.
+
     Args:
         block_sequence_ids: (seqlen,), as transformers makes them of `token_type_ids`: -1 for text; tokens of one number
             see one another.
@@ -161,9 +163,8 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
         NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
     """
     ids = block_sequence_ids.cpu()
-    bounds = torch.tensor(
-        [0, len(ids)] if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
-    )
+    given = (0, len(ids)) if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
+    bounds = torch.tensor(given, device="cpu")
     changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
     cuts = torch.cat([bounds, changes]).unique()
     kinds = ids[cuts[:-1].long()]
@@ -174,5 +175,5 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
             "them by document and span."
         )
     begins = torch.isin(cuts[:-1], bounds)
-    parents = torch.where(begins, -1, torch.arange(-1, len(kinds) - 1))
+    parents = torch.where(begins, -1, torch.arange(-1, len(kinds) - 1, device="cpu"))
     return document_table(cuts.int(), parents.int(), kinds >= 0)

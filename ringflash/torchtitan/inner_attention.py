@@ -36,7 +36,11 @@ class RingInnerAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.options = {"impl": config.impl, "transport": config.transport, "deterministic": config.deterministic}
+        self.options: dict[str, Any] = {
+            "impl": config.impl,
+            "transport": config.transport,
+            "deterministic": config.deterministic,
+        }
         self._pos_arg_list = QKV  # instead of the names in `forward`
 
     def parallelize(self, parallel_dims: Any) -> None:
@@ -74,7 +78,10 @@ class RingInnerAttention(Module):
             spmd.assert_type(out, spmd.get_local_type(q), spec)
             if lse is not None:
                 spmd.assert_type(lse, spmd.get_local_type(q), None if spec is None else spmd.PartitionSpec(*spec[:-1]))
-        return out if out_transform is None else out_transform(out, lse)
+        if out_transform is None:
+            return out
+        assert lse is not None
+        return out_transform(out, lse)
 
     def _check(self, mask: RingMask, score_mod: Callable | None, unknown: dict[str, Any]) -> None:
         if not self._parallelized:
@@ -104,11 +111,11 @@ class RingInnerAttention(Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, and the log-sum-exp as (batch, seqlen_local, num_heads)."""
         folded = q.dim() == 3
-        out = ring_attention(
+        result: Any = ring_attention(
             *(x[None] if folded else x for x in (q, k, v)), group=self.group, softmax_scale=scale,
             window_size=(-1, -1) if mask.window is None else (mask.window - 1, 0), cu_seqlens=mask.cu_seqlens,
             layout=mask.layout or "contiguous", return_lse=with_lse, **self.options,
         )  # fmt: skip
-        out, lse = out if with_lse else (out, None)
+        out, lse = result if with_lse else (result, None)
         lse = None if lse is None else lse.transpose(1, 2)
         return (out[0], None if lse is None else lse[0]) if folded else (out, lse)

@@ -50,6 +50,7 @@ def _cut_inputs(
     if isinstance(masks, dict):
         others["attention_masks"] = {name: replace(mask, layout=layout) for name, mask in masks.items()}
     else:
+        assert isinstance(masks, RingMask)  # as found above
         others["attention_masks"] = replace(masks, layout=layout)
     return inputs, labels, others
 

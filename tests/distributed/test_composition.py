@@ -159,7 +159,7 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
     assert torch.equal(gradient, whole * (ctx.rank + 1))
     total = sum(range(1, ctx.size + 1))
     assert torch.equal(shard.grad, total * shard.detach())
-    own = ringflash.unshard_sequence(shard, ctx.group, dim, layout, gradient="own")
+    own = ringflash.unshard_sequence(shard, ctx.group, dim, layout, bounds, gradient="own")
     assert torch.equal(torch.autograd.grad(own, shard, gradient)[0], (ctx.rank + 1) * shard)
 
 

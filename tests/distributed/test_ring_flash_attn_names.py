@@ -106,6 +106,28 @@ def test_packed_documents_in_other_forms(pool: Pool, form: str, window: tuple[in
     pool.run(varlen_call, form, DOCUMENTS[1], True, window, size=2)
 
 
+@pytest.mark.parametrize("form, window", [("", (-1, -1)), ("kv", (3, 0)), ("qkv", (-1, -1))])
+@on_ranks(2, 4)
+def test_zigzags_of_documents(ctx: Context, form: str, window: tuple[int, int]) -> None:
+    bounds = [0, 8, 16]
+    whole = problem(HEADS if form == "qkv" else 2, 1)
+
+    def part_of_each(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        return torch.cat([part(document, ctx, True, dim) for document in x.split(8, dim)], dim)
+
+    leaves = packed(form, *(part_of_each(whole[x])[0] for x in "qkv"))
+    function = getattr(names, f"zigzag_ring_flash_attn_varlen_{form + 'packed_' if form else ''}func")
+    given = torch.tensor(bounds, dtype=torch.int32) // ctx.size
+    out, lse, nothing = function(
+        *leaves, given, 8 // ctx.size, 0.0, 0.3, True, window, return_attn_probs=True, group=ctx.group
+    )
+    grads = unpacked(form, torch.autograd.grad(out, leaves, part_of_each(whole["dout"])[0]))
+    want = dense.attention(**whole, causal=True, window_size=window, cu_seqlens=bounds, softmax_scale=0.3)
+    got = {name: x.detach()[None] for name, x in {"out": out, "lse": lse, **grads}.items()}
+    assert_close(got, {name: part_of_each(want[name], 2 if name == "lse" else 1) for name in got})
+    assert nothing is None
+
+
 def evaluated(ctx: Context) -> None:
     """Bounds are prepared in inference mode, as by an evaluation."""
     whole = problem(2, 1)
@@ -144,11 +166,14 @@ def test_prepared_bounds_name_each_rank_s_queries_and_keys(bounds: list[int], wo
         assert torch.equal(seen, want[rank * length : (rank + 1) * length])
 
 
-VARLEN = "llama3_flash_attn_varlen_func"
+VARLEN, ZIGZAGS = "llama3_flash_attn_varlen_func", "zigzag_ring_flash_attn_varlen_func"
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("ring_flash_attn_func", {"dropout_p": 0.1}, "NotImplementedError: dropout_p must be 0, got 0.1"),
     ("zigzag_ring_flash_attn_func", {"alibi_slopes": [1.0]}, "NotImplementedError: alibi_slopes must be None"),
     ("zigzag_ring_flash_attn_func", {"causal": False}, "ValueError: causal must be True with zigzag shards"),
+    (ZIGZAGS, {"causal": False}, "ValueError: causal must be True with zigzag shards"),
+    (ZIGZAGS, {"max_seqlen": 3}, "ValueError: max_seqlen must be at least the longest document (4 tokens of"),
+    (ZIGZAGS, {"cu_seqlens": "long"}, "ValueError: cu_seqlens must be 1-D int32"),
     (VARLEN, {"dropout_p": 0.1}, "NotImplementedError: dropout_p must be 0"),
     (VARLEN, {"heads_k_stride": 3}, "ValueError: heads_k_stride must divide num_kv_heads"),
     (VARLEN, {"cu_seqlens_q": "clone"}, "ValueError: cu_seqlens_q must be what llama3_flash"),
@@ -171,8 +196,11 @@ def test_refusals_are_raised_on_every_rank(ctx: Context, name: str, changes: dic
             x = x[0]
             names.update_ring_flash_attn_params(torch.tensor([0, 5, 16], dtype=torch.int32), ctx.group)
             arguments |= names.DATA_PARAMS | {"heads_k_stride": 1}
+        if name == ZIGZAGS:
+            x = x[0]
+            arguments |= {"cu_seqlens": torch.tensor([0, 4, 8], dtype=torch.int32), "max_seqlen": 4}
         for key, value in changes.items():
-            arguments[key] = getattr(arguments[key], value)() if value in ("clone", "neg_") else value
+            arguments[key] = getattr(arguments[key], value)() if value in ("clone", "neg_", "long") else value
         getattr(names, name)(x, x, x, **arguments)
 
     with pytest.raises((ValueError, NotImplementedError)) as error:
@@ -181,7 +209,7 @@ def test_refusals_are_raised_on_every_rank(ctx: Context, name: str, changes: dic
     call({})
 
 
-@pytest.mark.parametrize("name", [x for x in names.__all__ if "stripe" in x or "ring_flash_attn_varlen" in x])
+@pytest.mark.parametrize("name", [x for x in names.__all__ if x.startswith(("stripe", "ring_flash_attn_varlen"))])
 def test_shards_without_a_layout_are_refused_by_name(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"^{name} must get shards"):
         getattr(names, name)(torch.ones(1))

@@ -22,15 +22,16 @@ pytest.importorskip("trl")
 UPDATES = 2 * 0.5 * 0.05  # steps, learning rate, norm
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo fsdp", "dpo precompute", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "dpo fsdp", "dpo precompute", "grpo", "grpo shared"])
 def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp_path: Path) -> None:
     """Two clipped steps, a ring of four ranks; SFT is evaluated, and GRPO generates for two batches a step.
 
-    Reference models are on the ring, too.
+    Reference models are on the ring, too. "grpo shared" computes a prompt once for its four answers.
     """
     (one,) = alone.run(trainer.train_with_trl, f"{tmp_path}/one", kind)
     for ring in pool.run(trainer.train_with_trl, f"{tmp_path}/ring", kind):
         assert len(ring["logged"]) >= 2
+        assert ("shared" in kind) == (len(ring["saved"]) > 0) and all(after < before for before, after in ring["saved"])
         assert "dpo" not in kind or ring["attention"] == {"ringflash"}
         for got, want in zip(ring["logged"], one["logged"], strict=True):
             assert got == pytest.approx(want, rel=1e-6, abs=1e-7)
@@ -52,6 +53,18 @@ def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     ids = models.tokens(2)
     got = ring(input_ids=ids, labels=ids, fused_lm_head=True).aux_loss
     torch.testing.assert_close(got, whole(ids).aux_loss.to(got), rtol=1e-6, atol=0)
+
+
+def test_labels_that_are_not_the_next_tokens_are_not_shared() -> None:
+    from ringflash.accelerate.rows import read_rows, share_rows, shift_rows
+
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
+    packed = share_rows(read_rows(ids, shift_rows(ids).masked_fill(ids < 7, -100)), 1)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 7, 9]]
+    assert packed.labels.tolist() == [[-100, -100, 8, -100, 9, -100]]
+    assert packed.places.tolist() == [[0, 1, 2, -1], [0, 1, 4, -1]]
+    with pytest.raises(ValueError, match="labels must be the next tokens with share_prefixes"):
+        share_rows(read_rows(ids, ids), 1)
 
 
 def refusal(**changes: Any) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.frameworks.checks import RTOL
 from tests.frameworks.launch import torchrun
+from tests.frameworks.toy_model import save_model
 from tests.recipes.launching import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]  # its imports take long
@@ -33,24 +33,8 @@ ARGUMENTS = """--model_type qwen3 --template qwen3 --tuner_type full --use_cpu t
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model, its tokenizer of bytes, and conversations of several lengths."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("swift")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*letters, *special])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-    ).save_pretrained(folder / "model")  # fmt: skip
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=len(letters) + 8, max_position_embeddings=4096,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+    save_model(folder / "model")
     draw = random.Random(0)
     with (folder / "data.jsonl").open("w") as file:
         for i in range(16):
@@ -85,7 +69,8 @@ def wanted(data: Path) -> torch.Tensor:
 def test_swift_equals_one_process(data: Path, wanted: torch.Tensor, num_ranks: int, rows: int) -> None:
     """A ring of two with the same rows, and two rings with half of them each: in all, the same batches."""
     assert wanted.shape == (3, 2)
-    got = torch.tensor(train(data, num_ranks, rows, *PLUGIN, **RING))
+    rings = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(num_ranks // 2)}
+    got = torch.tensor(train(data, num_ranks, rows, *PLUGIN, **RING, **rings))
     torch.testing.assert_close(got, wanted, rtol=RTOL, atol=0)
 
 

@@ -1,21 +1,25 @@
-"""verl's own padding, slicing, patching and gathering with recipes/trainers/verl_ring.py, against one process in fp64.
+"""verl's FSDP engine with recipes/trainers/verl_ring.py, against one process in fp64.
 
-Of its engine, these are the functions that see the ring; the engine itself needs GPUs, and its trainer Ray. Flash
-attention is chosen in the configuration, since the package flash-attn is not installed.
+Its methods for a micro-batch and its patch of the model run, with what they call; its constructor needs GPUs, and verl
+needs Ray to train. Flash attention is chosen in the configuration, since the package flash-attn is not installed.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import transformers
 import verl.utils.ulysses as ulysses
 from checks import assert_gradients_equal, assert_refused
+from tensordict import NonTensorData, TensorDict
 from transformers import GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 from verl.models.transformers.monkey_patch import apply_monkey_patch
+from verl.utils.torch_functional import entropy_from_logits
 from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 LENGTHS = (37, 50, 21)
 SIZES = {
@@ -31,14 +35,25 @@ CONFIGS = {
 }
 
 
-def log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each label, as verl computes it from a rank's logits."""
-    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+def engine_of(model: PreTrainedModel) -> FSDPEngineWithLMHead:
+    """Return an engine as it prepares and reads micro-batches; its constructor needs GPUs."""
+    engine = object.__new__(FSDPEngineWithLMHead)
+    engine.module, engine.pad_to_length, engine.use_ulysses_sp = model, False, True
+    engine.ulysses_sequence_parallel_size = dist.get_world_size()
+    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.compute_entropy_from_logits = entropy_from_logits
+    return engine
 
 
 def use(model: PreTrainedModel, implementation: str) -> None:
     """Choose the attention without transformers' look for its package."""
     model.config._attn_implementation = model.model.config._attn_implementation = implementation
+
+
+def objective(scores: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """A loss of log-probabilities and entropies of all tokens."""
+    weights = torch.linspace(1, 2, len(scores))
+    return ((0.1 * entropies - scores) * weights).mean()
 
 
 def check(name: str) -> None:
@@ -47,13 +62,14 @@ def check(name: str) -> None:
     model = getattr(transformers, f"{name}ForCausalLM")(deepcopy(CONFIGS[name])).train()
     if name == "GptOss":
         model.set_experts_implementation("eager")  # others refuse fp64
-    documents = [torch.randint(0, 97, (1, n)) for n in LENGTHS]
-    packed, weights = torch.cat(documents, 1), torch.rand(sum(LENGTHS))
-    rolled = torch.roll(packed, -1, 1)
+    documents = [torch.randint(0, 97, (n,)) for n in LENGTHS]
+    temperatures = torch.tensor([1.0, 0.7, 1.3], dtype=torch.float32)
 
     use(model, "eager")
-    whole = torch.cat([model(x).logits for x in documents], 1)
-    loss = -(log_probs(whole, rolled)[0] * weights).sum() / weights.sum()
+    scaled = [model(x[None]).logits[0] / t.double() for x, t in zip(documents, temperatures, strict=True)]
+    logits = torch.cat(scaled).log_softmax(-1)
+    labels = torch.cat(documents).roll(-1)
+    loss = objective(logits.gather(-1, labels[:, None])[:, 0], -(logits.exp() * logits).sum(-1))
     loss.backward()
     wanted = {key: x.grad.clone() for key, x in model.named_parameters()}
     model.zero_grad()
@@ -62,12 +78,15 @@ def check(name: str) -> None:
     size = dist.get_world_size()
     apply_monkey_patch(model, ulysses_sp_size=size)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    mine, my_positions, padding = ulysses_pad_and_slice_inputs(packed, positions, sp_size=size)
-    labels, _, _ = ulysses_pad_and_slice_inputs(rolled, None, sp_size=size)
-    logits = model(input_ids=mine, position_ids=my_positions, attention_mask=None, use_cache=False).logits
-    scores = gather_outputs_and_unpad(log_probs(logits, labels)[0], gather_dim=0, unpad_dim=0, padding_size=padding)
-    ring_loss = -(scores * weights).sum() / weights.sum()
+    engine = engine_of(model)
+    packed, positions = (
+        torch.nested.nested_tensor(x, layout=torch.jagged) for x in (documents, [torch.arange(n) for n in LENGTHS])
+    )
+    batch = TensorDict({"input_ids": packed, "position_ids": positions, "temperature": temperatures}, batch_size=3)
+    batch["calculate_entropy"] = NonTensorData(True)
+    inputs, rest = engine.prepare_model_inputs(batch)
+    output = engine.prepare_model_outputs(model(**inputs, use_cache=False), rest, batch, None)
+    ring_loss = objective(output["log_probs"].values(), output["entropy"].values())
     torch.testing.assert_close(ring_loss, loss, rtol=1e-6, atol=0)
     ring_loss.backward()
     for x in model.parameters():

@@ -10,15 +10,13 @@ shared memory of CPU processes, in the middle of one.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -29,10 +27,9 @@ import ringflash
 from ringflash.recurrent.messages import states_before
 from ringflash_kernels import reference
 from tests.helpers import shared_gpu
-from tests.helpers.forked import forked
 from tests.helpers.peer_memory import copy_engine, heads_in_shared_memory
 from tests.helpers.pool import _free_port
-from tests.recipes.launching import ROOT
+from tests.recipes.launching import Ranks
 
 GOOD_STEPS = 3
 RECURRENT = "recurrent"  # in place of a transport: states of a recurrence, over NCCL
@@ -66,21 +63,18 @@ class Job:
     def __init__(
         self, size: int, *, transport: str, fault: str, device: str, impl: str, victim: int = 1, timeout_s: float
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ringflash-faults-")
-        self._ranks: list[subprocess.Popen[bytes] | _Forked] = []
+        self._ranks: list[Ranks] = []
         self.ended: list[int] = []  # ranks in the order in which `finish` saw them end
-        paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        env = {**os.environ, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "False"}  # the store is of rank 0
         port = _free_port()
+        if device == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = shared_gpu.visible(size)
         for rank in range(size):
             task = Task(rank, size, port, transport, fault, device, impl, victim, timeout_s)
             leaves = fault == "none" or (fault == "raises" and rank == victim)  # its interpreter, in order
-            if device == "cpu" and not leaves:
-                self._ranks.append(_Forked(self._log(rank), task))
-                continue
-            with self._log(rank).open("wb") as log:
-                command = [sys.executable, "-m", "tests.helpers.faulty_job", json.dumps(task._asdict())]
-                self._ranks.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
+            processes = multiprocessing.get_context("spawn") if device == "cuda" or leaves else None
+            arguments = "tests.helpers.faulty_job", json.dumps(task)
+            self._ranks.append(Ranks(*arguments, num_ranks=1, processes=processes, **environment))
 
     def finish(self, limit_s: float) -> tuple[list[int | None], list[str]]:
         """Exit codes and all that was printed, by rank; a rank that does not end in time has no code and is killed."""
@@ -88,47 +82,14 @@ class Job:
         codes: list[int | None] = [None] * len(self._ranks)
         while None in codes and time.monotonic() < deadline:
             time.sleep(0.05)
-            codes = [rank.poll() for rank in self._ranks]
+            codes = [rank.statuses()[0] for rank in self._ranks]
             self.ended += [i for i, code in enumerate(codes) if code is not None and i not in self.ended]
         self.close()
-        return codes, [self._log(rank).read_text(errors="replace") for rank in range(len(codes))]
+        return codes, [rank.output() for rank in self._ranks]
 
     def close(self) -> None:
         for rank in self._ranks:
-            if rank.poll() is None:
-                rank.kill()
-                rank.wait()
-
-    def _log(self, rank: int) -> Path:
-        return Path(self._folder.name) / f"rank{rank}"
-
-
-class _Forked:
-    """A rank with the imports already done (tests/helpers/forked.py), with Popen's methods."""
-
-    def __init__(self, log: Path, task: Task) -> None:
-        self._process = forked().Process(target=_be_rank, args=(log, task))  # type: ignore[attr-defined]
-        self._process.start()
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        self._process.kill()
-
-
-def _be_rank(log: Path, task: Task) -> None:
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    main(task)
+            rank.close()
 
 
 def main(task: Task) -> None:
@@ -268,4 +229,4 @@ class _Step:
 
 
 if __name__ == "__main__":
-    main(Task(**json.loads(sys.argv[1])))
+    main(Task(*json.loads(sys.argv[1])))

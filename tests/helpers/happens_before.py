@@ -307,6 +307,11 @@ class RecordedMemory:
     def wait(self, *markers: Point) -> None:
         self.process.wait(*(marker.node for marker in markers))
 
+    def step(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args)
+
+    note = step
+
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 from uuid import uuid4
 
@@ -62,6 +63,11 @@ class Threads:
     def wait(self, *tokens: Later) -> None:
         for token in tokens:
             token.wait()
+
+    def step(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args)
+
+    note = step
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -20,6 +20,11 @@ def num_gpus(num_ranks: int) -> int:
     return math.gcd(num_ranks, torch.cuda.device_count()) if is_shared(num_ranks) else num_ranks
 
 
+def visible(num_ranks: int) -> str:
+    """The CUDA_VISIBLE_DEVICES of new processes of this test: those in use."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus(num_ranks)))))
+
+
 def is_shared(num_ranks: int) -> bool:
     """Return whether this machine has fewer GPUs than ranks."""
     return torch.cuda.device_count() < num_ranks

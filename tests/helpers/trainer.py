@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 
+from ringflash.accelerate import forward as ring_forward
+from ringflash.accelerate.rows import share_rows
 from ringflash.comm.seeding import seeded
 from tests.helpers import models
 from tests.helpers.one_step import one_process, worst
@@ -217,8 +219,9 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
 
     Args:
         kind: "sft", "dpo" or "grpo"; "dpo fsdp", whose reference model TRL shards itself; "dpo precompute", which
-            computes the reference with the policy before that is prepared.
+            computes the reference with the policy before that is prepared; "grpo shared", with share_prefixes.
     Returns:
+        saved: tokens of batches before and after common beginnings were packed.
         attention: names of the implementations that ran without gradients, in reference models.
     """
     import trl
@@ -230,6 +233,12 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
     join(ctx)
     model, config = build(ctx, "llama", {"cp_size": ctx.size})
     attention, forward = set(), LlamaAttention.forward
+    saved: list[tuple[int, int]] = []
+
+    def share(rows: Any, min_shared: int) -> Any:
+        packed = share_rows(rows, min_shared)
+        saved.append((rows.input_ids.numel(), packed.input_ids.numel()))
+        return packed
 
     def noted(self: Any, *args: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -269,7 +278,12 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
         trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
         set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
-    with mock.patch.object(LlamaAttention, "forward", noted):
+    sharing = mock.patch.object(ring_forward.RingForward, "min_shared", int(kind == "grpo shared"))
+    with (
+        mock.patch.object(LlamaAttention, "forward", noted),
+        sharing,
+        mock.patch.object(ring_forward, "share_rows", share),
+    ):
         trainer.train()
     if kind == "sft":
         trainer.evaluate()
@@ -284,12 +298,12 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         "reward",
         "kl",
     )
-    if kind == "grpo":  # counts the tokens of every rank
+    if "grpo" in kind:  # counts the tokens of every rank
         names = tuple(name for name in names if name != "num_tokens")
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history]
     whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in trainer.model.named_parameters()}
     parameters = {name: p.detach().clone() for name, p in whole.items()}
-    return {"logged": [x for x in logged if x], "parameters": parameters, "attention": attention}
+    return {"logged": [x for x in logged if x], "parameters": parameters, "attention": attention, "saved": saved}
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:

@@ -58,7 +58,7 @@ from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import random as tensor_parallel_random  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import import_module  # noqa: E402
@@ -84,7 +84,8 @@ class Case(NamedTuple):
 
     Args:
         settings: of Megatron's configuration.
-        tp: ranks that share the weights of a layer; the others share the sequence.
+        tp: ranks that share the weights of a layer.
+        pp: stages of the pipeline; the ranks of a stage that do not share weights share the sequence.
         ring: with ringflash; without, Megatron's own attention on one shard of the sequence.
         packed: documents in a row.
         wrong: attend to a rank's own tokens only.
@@ -92,11 +93,13 @@ class Case(NamedTuple):
 
     settings: dict[str, Any]
     tp: int = 1
+    pp: int = 1
     ring: bool = True
     packed: bool = False
     wrong: bool = False
 
 
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 WINDOW = {**DENSE, "window_size": (20, 0), "window_attn_skip_freq": 2}
 CASES = {
     "dense": Case(DENSE),
@@ -106,7 +109,9 @@ CASES = {
     "latent": Case(LATENT),
     "packed latent": Case(LATENT, packed=True),
     "experts": Case({**DENSE, **EXPERTS}),
+    "recomputed": Case({**DENSE, **RECOMPUTED}, packed=True),
     "tensor parallel": Case(DENSE, tp=2),
+    "pipeline": Case({**DENSE, **EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}, pp=2),
 }
 
 
@@ -119,6 +124,8 @@ class NoTracker(SimpleNamespace):
 
 
 tensor_parallel_random.get_cuda_rng_tracker = tensor_parallel.get_cuda_rng_tracker = lambda *_, **__: NoTracker()
+tensor_parallel_random._get_all_rng_states = lambda: (torch.get_rng_state(), None, None)
+tensor_parallel_random._set_all_rng_states = lambda state, *_: torch.set_rng_state(state)
 
 
 own_attention = DotProductAttention.__init__
@@ -134,8 +141,8 @@ DotProductAttention.__init__ = sized_by_tensors  # type: ignore[method-assign]
 
 def train(case: Case) -> dict[str, Any]:
     """Return losses, gradients of the first step and final parameters."""
-    cp = dist.get_world_size() // case.tp
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.tp, context_parallel_size=cp)
+    cp = dist.get_world_size() // case.tp // case.pp
+    parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=cp)
     torch.manual_seed(0)
     config = configuration(case, cp)
     if case.ring:
@@ -144,7 +151,8 @@ def train(case: Case) -> dict[str, Any]:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config, spec, vocab_size=VOCAB, max_sequence_length=SEQLEN, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model)
     settings = OptimizerConfig(optimizer="sgd", lr=0.5, clip_grad=1.0, sgd_momentum=0.0, params_dtype=torch.float32)
@@ -155,16 +163,17 @@ def train(case: Case) -> dict[str, Any]:
     for step in range(STEPS):
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = forward_backward_no_pipelining(
+        reports = get_forward_backward_func()(
             forward_step_func=partial(forward, case), data_iterator=stream, model=[model],
             num_microbatches=MICROBATCHES, seq_length=SEQLEN, micro_batch_size=2, forward_only=False,
         )  # fmt: skip
         if step == 0:
             result["gradients"] = {name: p.main_grad.clone() for name, p in model.module.named_parameters()}
         optimizer.step()
-        total = torch.stack([report["lm loss"] for report in reports]).sum(0)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        result["losses"].append(total[0] / total[1])
+        if reports:  # on the last stage
+            total = torch.stack([report["lm loss"] for report in reports]).sum(0)
+            dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
+            result["losses"].append(total[0] / total[1])
     result["parameters"] = {name: p.detach().clone() for name, p in model.module.named_parameters()}
     parallel_state.destroy_model_parallel()
     return result
@@ -175,12 +184,13 @@ def configuration(case: Case, cp: int) -> TransformerConfig:
     own = {"window_size": None} if case.packed and not case.ring else {}
     make = MLATransformerConfig if case.settings.get("multi_latent_attention") else TransformerConfig
     return make(
-        num_layers=3, hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, transformer_impl="local",
+        hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, transformer_impl="local",
         use_cpu_initialization=True, context_parallel_size=cp, tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp, pipeline_dtype=torch.float32,
         calculate_per_token_loss=True, attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm",
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False, **{**case.settings, **own},
+        gradient_accumulation_fusion=False, apply_rope_fusion=False, **{"num_layers": 3, **case.settings, **own},
     )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ torch on the same GPUs. A graph of a forward and backward is captured once and r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -27,10 +29,17 @@ pytestmark = pytest.mark.multi_gpu
 CHUNKS = (160, 96, 512)  # tokens
 
 
+@contextmanager
+def over_it() -> Iterator[None]:
+    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine")
+    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
+        yield
+
+
 def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> list[Ratio]:
     """Return what every case spends of its budget."""
     spent: list[Ratio] = []
-    with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"):
+    with over_it():
         for number, case in enumerate(cases):
             beside = dist.all_reduce(torch.ones(1 << 20, device=ctx.device), group=ctx.group, async_op=True)
             spent += ring_check.measure(ctx, case, CHUNKS[number % len(CHUNKS)], dtype, impl)
@@ -40,7 +49,7 @@ def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> 
 
 
 def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
-    with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"):
+    with over_it():
         return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
 from ringflash.attention.gather_units import BackwardUnits
+from ringflash.attention.tape import Tape
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.lanes import Lanes
@@ -68,6 +69,7 @@ class Disorder:
         """Delay lanes and copies between GPUs, and give memory back when a section of a backward begins."""
         memory = Lanes if self.device.type == "cuda" else SharedMemory
         run_in_lane, begin, make_transfer = memory.run_in_lane, BackwardUnits.begin, CopyEngine.make_transfer
+        repeat = Tape.repeat
 
         def delayed(work: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
@@ -84,7 +86,21 @@ class Disorder:
             self.give_back()
             begin(units, section)
 
+        def repeat_slowly(tape: Tape, lanes: Any, *args: Any) -> Any:
+            def slow(step: Callable[[Any], None]) -> Callable[[Any], None]:
+                def run(now: Any) -> None:
+                    self.give_back()
+                    with torch.cuda.stream(self.random.choice(list(lanes._lanes.values()))):
+                        self.delay()
+                    step(now)
+
+                return run
+
+            with mock.patch.object(tape, "steps", [slow(step) for step in tape.steps]):
+                return repeat(tape, lanes, *args)
+
         with (
+            mock.patch.object(Tape, "repeat", repeat_slowly),
             mock.patch.object(memory, "run_in_lane", in_lane),
             mock.patch.object(CopyEngine, "make_transfer", lambda *args: delayed(make_transfer(*args))),
             mock.patch.object(BackwardUnits, "begin", begin_without_memory),

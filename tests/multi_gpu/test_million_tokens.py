@@ -102,7 +102,8 @@ def measure(ctx: Context, transport: str, tokens: int, num_heads: int, num_kv_he
     places = [ringflash.local_positions(tokens, ctx.size, rank).to(ctx.device) for rank in range(ctx.size)]
     mine = places[ctx.rank]
     shards = [x[mine][None].requires_grad_() for x in (q, k, v)]
-    with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport):
+    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport)
+    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
         out, lse = ringflash.ring_attention(*shards, group=ctx.group, softmax_scale=SCALE, return_lse=True, impl=impl)
         dq, dk, dv = torch.autograd.grad(out, shards, dout[mine][None])
     out, lse = out.detach(), lse.detach()

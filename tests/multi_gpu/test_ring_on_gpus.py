@@ -7,7 +7,7 @@ length where most tiles are full. Some have many sections, which no case is long
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -36,6 +36,8 @@ LONG = [
     Case(head_dim=64, layout="contiguous", documents="crossing"),
     Case(head_dim=128, layout="striped", documents="mixed"),
     Case(head_dim=128, layout="documents", documents="divisible", window="left"),
+    Case(head_dim=128, layout="balanced", documents="deep"),
+    Case(head_dim=64, documents="rollouts", window="left"),
 ]
 HEAD_DIMS = [
     replace(case, head_dim=size)
@@ -77,8 +79,11 @@ def measure_in_sections(ctx: Context, transport: str, turns: bool, *args: Any) -
         return measure(ctx, transport, *args)
 
 
-def over(transport: str) -> AbstractContextManager:
-    return mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport)
+@contextmanager
+def over(transport: str) -> Iterator[None]:
+    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport)
+    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
+        yield
 
 
 @contextmanager
@@ -87,6 +92,7 @@ def in_sections(turns: bool) -> Iterator[None]:
     third stage."""
     schedule.plan_gather.cache_clear()  # what is kept belongs to a gathering
     with (
+        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
         mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
         mock.patch.object(sections, "PUBLISHED_BYTES", 0),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
@@ -104,7 +110,10 @@ def in_blocks() -> Iterator[None]:
         num_steps = args[4]
         return (1, *[1] * min(2, num_steps - 1), *[num_steps - 3] * (num_steps > 3))
 
-    with mock.patch("ringflash.attention.plan.choose_blocks", choose):
+    with (
+        mock.patch("ringflash.attention.plan.choose_blocks", choose),
+        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+    ):
         yield
 
 

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import math
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.shared_gpu import num_gpus
+from tests.helpers.shared_gpu import num_gpus, visible
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
 from tests.recipes.launching import Ranks
@@ -62,8 +61,8 @@ class Job:
             "stacks_at": time.time() + LIMIT_S * setup.patience - 8,
         }  # fmt: skip
         write_changed(out)
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus(setup.ranks)))))
-        environment = {"CUDA_VISIBLE_DEVICES": gpus if on_gpus else "", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        gpus = visible(setup.ranks) if on_gpus else ""
+        environment = {"CUDA_VISIBLE_DEVICES": gpus, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         if not on_gpus:
             environment["DS_ACCELERATOR"] = "cpu"
         self.ranks = Ranks(

@@ -89,7 +89,10 @@ def step(ctx: Context, case: Case, folder: str) -> Found:
         used.add(case.impl)
         return api.Choice(case.impl, "asked for")
 
-    with mock.patch("ringflash.attention.plan.choose_impl", choose):
+    with (
+        mock.patch("ringflash.attention.plan.choose_impl", choose),
+        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+    ):
         got, loss = step_of_trainer(ctx, model, [row[0].tolist() for row in rows], case, folder)
     return {**judged(got, want, low, loss, case.dtype), "kernels": sorted(used)}
 

@@ -255,7 +255,8 @@ def dist_size() -> int:
 
 def over_nccl(task: Task) -> Found:
     """The same with the transport that "auto" takes between hosts."""
-    with mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "nccl"):
+    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "nccl")
+    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
         return compared(task, "bf16-mixed", dist_size())
 
 
@@ -441,7 +442,10 @@ def kernels(task: Task) -> Iterator[set[str]]:
         used.add(f"{choice.impl} {q.dtype} {q.shape[-1]}")
         return choice
 
-    with mock.patch("ringflash.attention.plan.choose_impl", choose):
+    with (
+        mock.patch("ringflash.attention.plan.choose_impl", choose),
+        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+    ):
         yield used
 
 

@@ -121,9 +121,16 @@ class Ranks:
                     left.pop(sentinel).join()  # type: ignore[call-overload]
         finally:  # one failed, or time is up
             self.close()
-        statuses, printed = [rank.exitcode for rank in self._ranks], self._output.read_text(errors="replace")
-        assert not any(statuses), f"exit statuses {statuses}:\n{printed[-8000:]}"
-        return printed
+        assert not any(self.statuses()), f"exit statuses {self.statuses()}:\n{self.output()[-8000:]}"
+        return self.output()
+
+    def statuses(self) -> list[int | None]:
+        """Exit statuses by rank; None of those that still run."""
+        return [rank.exitcode for rank in self._ranks]
+
+    def output(self) -> str:
+        """Return what the ranks have printed by now."""
+        return self._output.read_text(errors="replace")
 
     def close(self) -> None:
         """End what still runs."""

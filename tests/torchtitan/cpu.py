@@ -23,6 +23,7 @@ for _name, _value in {
 from torch.distributed._composable.fsdp import FSDPModule  # noqa: E402
 from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torchtitan import config  # noqa: E402
+from torchtitan.components import loss  # noqa: E402
 from torchtitan.distributed import fsdp  # noqa: E402
 from torchtitan.models.common import attention, moe, token_dispatcher  # noqa: E402
 from torchtitan.tools import utils  # noqa: E402
@@ -56,6 +57,12 @@ def _keep(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _to(x, *args, **kwargs)
 
 
+class _GradAccumulator(loss.GradAccumulator):
+    def __init__(self, reference: torch.Tensor, *, dtype: torch.dtype, **options: Any) -> None:
+        super().__init__(reference, dtype=torch.promote_types(dtype, reference.dtype), **options)
+
+
+loss.GradAccumulator = _GradAccumulator
 torch.Tensor.to = _keep  # type: ignore[method-assign, assignment]
 torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else _float(x)  # type: ignore[method-assign]
 torch.Tensor.bfloat16 = lambda x: x if x.dtype == torch.float64 else _bfloat16(x)  # type: ignore[method-assign]

@@ -64,9 +64,10 @@ class Documents(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Documents of row i, by i modulo the length."""
+        """Documents of row i, by i modulo the length. The Validator sets `infinite`, which these rows are."""
 
         documents: tuple[int, ...] = (3, 1, 2, 4)
+        infinite: bool = True
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
@@ -117,6 +118,7 @@ def configure(case: dict[str, Any]) -> Trainer.Config:
     config.checkpoint.enable = "folder" in case
     if "folder" in case:
         config.dump_folder, config.checkpoint.interval = case["folder"], 1
+        config.checkpoint.load_step = case.get("load_step", -1)
     config.validator.enable = case.get("validate", False)
     if config.validator.enable:
         config.validator.dataloader, config.validator.freq, config.validator.steps = config.dataloader, 1, 1

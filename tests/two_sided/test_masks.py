@@ -1,4 +1,4 @@
-"""What kernels read of masks of trees, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
+"""Masks of trees as kernels read them, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
 
 from __future__ import annotations
 
@@ -139,4 +139,4 @@ def test_heaviest_child_first_bounds_the_runs(seed: int) -> None:
         cu_seqlens=tuple(range(count + 1)),
         parents=tuple(-1 if parent[i] < 0 else place[parent[i]] for i in order),
     )
-    assert max(map(len, mask.runs)) <= 1 + count.bit_length()
+    assert max(len(mask.path(i)) for i in range(count)) <= 1 + count.bit_length()

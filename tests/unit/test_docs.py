@@ -184,7 +184,7 @@ def test_the_table_of_versions_is_that_of_the_project() -> None:
         r"^\| ([a-z-]+) \| (>=\S+) \| (\S+).* \| .* \|$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE
     )
     ranges = declared_ranges()
-    assert len(rows) == 9
+    assert len(rows) == 10
     assert [name for name, allowed, _ in rows if SpecifierSet(allowed) != ranges[name]] == []
     assert [name for name, _, tried in rows if tried not in (pinned.get(name), "none:")] == []
     assert {name: version for name, version in NEWEST_TESTED.items() if name != "torch"}.items() <= pinned.items()

@@ -34,7 +34,7 @@ HEALTHY: dict[str, Any] = {
     "packages": {
         "torch": "2.11.0", "triton": "3.6.0", "lightning": "2.6.6", "pytorch-lightning": "2.6.6",
         "deepspeed": "0.19.8", "transformers": "5.17.0", "accelerate": "1.15.0", "trl": "1.16.0",
-        "liger-kernel": "0.8.5",
+        "liger-kernel": "0.8.5", "megatron-core": "0.19.2", "torchtitan": "0.3.0",
     },
     "peers": [[True, True], [True, True]], "kernel_environment": "",
     "shared_memory_bytes": 16 << 30,

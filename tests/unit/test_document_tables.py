@@ -5,12 +5,10 @@ CPU, one process. A function that is new, or takes cu_seqlens newly, needs an en
 
 from __future__ import annotations
 
-import importlib
+import ast
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from ringflash.sequence.layout import read_documents
 from ringflash.testing import dense
 from tests.helpers import hybrids, models
 from tests.two_sided.forests import Forest, images, rollouts
+from tests.unit.test_house import modules
 
 LENGTH = models.LENGTH
 CHAIN = images([(5, 4), (3, 2), (6, 4)])  # text and spans
@@ -53,18 +52,8 @@ def check_attention(forest: Forest) -> None:
     for out in (ringflash.ring_attention(q, k, v, group=None, cu_seqlens=forest.table), by_module):
         assert (out - want["out"]).abs().max() < 1e-12
     found = ringflash.explain(q, k, v, group=None, cu_seqlens=forest.table)
-    assert found.num_visible == forest.visible().sum()
-
-
-def check_hopper(forest: Forest) -> None:
-    from ringflash_kernels.api import check_branches
-
-    has_branches = plan_call(
-        *[torch.randn(1, LENGTH, 2, 16)] * 3, forest.table, CallOptions(None, softmax_scale=1.0)
-    ).mask.has_branches
-    assert has_branches == (forest is TREE)
-    with pytest.raises(NotImplementedError, match="must not branch"):
-        check_branches("hopper")
+    plan = plan_call(q, k, v, forest.table, CallOptions(None, softmax_scale=1.0))
+    assert found.num_visible == plan.mask.num_visible == forest.visible().sum()
 
 
 def check_layouts(forest: Forest) -> None:
@@ -231,8 +220,11 @@ USED_ABOVE = {
 }  # fmt: skip
 PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
-    "attention.ring_call.RingCall.plan", "huggingface.consistency.check_consistency",
+    "attention.ring_call.RingCall.plan", "attention.plan.plan_again",
+    "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
+    "huggingface.consistency.check_consistency",
     "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
+    "huggingface.batch.check_padding",
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
     "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py
     "huggingface.spans.without_directions",
@@ -240,24 +232,24 @@ PASS_ON = {  # to a function above
 }  # fmt: skip
 
 
-def _functions() -> Iterator[tuple[str, Any]]:
+def _functions() -> Iterator[str]:
     """Public functions and methods of the package with an argument cu_seqlens."""
-    for info in pkgutil.walk_packages(ringflash.__path__, "ringflash."):
-        if info.name.endswith("__main__"):
-            continue
-        module = importlib.import_module(info.name)
-        for name, value in vars(module).items():
-            own = getattr(value, "__module__", None) == module.__name__
-            members = vars(value).items() if own and inspect.isclass(value) else [("", value)] if own else []
-            for member, x in members:
-                x = getattr(x, "__func__", x)
-                path = f"{name}.{member}".rstrip(".")
-                if inspect.isfunction(x) and not any(part.startswith("_") for part in path.split(".")):
-                    if "cu_seqlens" in inspect.signature(x).parameters:
-                        yield f"{module.__name__.removeprefix('ringflash.')}.{path}", x
+    for name, tree in modules().items():
+        for path, function in _definitions(tree, name.removeprefix("ringflash.")):
+            arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            if name.startswith("ringflash.") and "cu_seqlens" in {x.arg for x in arguments}:
+                yield path
+
+
+def _definitions(node: ast.AST, path: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef) and not child.name.startswith("_"):
+            if isinstance(child, ast.FunctionDef):
+                yield f"{path}.{child.name}", child
+            else:
+                yield from _definitions(child, f"{path}.{child.name}")
 
 
 def test_no_function_is_forgotten() -> None:
-    found = dict(_functions())
-    known = {inspect.unwrap(x) for x in USED_ABOVE}
-    assert {name for name, x in found.items() if inspect.unwrap(x) not in known} == PASS_ON
+    known = {f"{x.__module__}.{x.__qualname__}".removeprefix("ringflash.") for x in map(inspect.unwrap, USED_ABOVE)}
+    assert set(_functions()) - known == PASS_ON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,8 +12,10 @@ from weakref import ref
 
 import pytest
 import torch
+import triton
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import driver
 from triton.knobs import runtime
 
 import ringflash
@@ -23,10 +25,12 @@ from ringflash.comm.transport import buffer, buffers, copy_engine, lanes
 from ringflash.comm.transport.areas import BEGIN
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.message_gather import NcclGather
+from ringflash_kernels.api import observed_launches
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import launcher
+from ringflash_kernels.hopper.descriptors import Descriptor
 from ringflash_kernels.hopper.forward import host
-from ringflash_kernels.hopper.launcher import Launcher
+from ringflash_kernels.hopper.launcher import Launch, Launcher
 from ringflash_kernels.mask import Mask
 
 CPU = torch.device("cpu")
@@ -98,6 +102,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
         _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
     )
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *_: Handle())
+    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda _: None)  # torch with CUDA has one
     monkeypatch.setattr(copy_engine, "gather", lambda group, said: [said])
     monkeypatch.setattr(copy_engine, "_check_locations", lambda locations: None)
     monkeypatch.setattr(copy_engine, "_location", lambda device: None)
@@ -202,13 +207,49 @@ def test_launches_compile_once_for_what_triton_finds(
 ) -> None:
     monkeypatch.setattr(launcher, "driver", STREAMS)
     kernel, x = Kernel(), torch.zeros(8)
-    launch = Launcher(kernel, specialised=specialised)
-    for length in lengths:
-        launch("variant", 1, x, length, BLOCK=64)
+    launch, told = Launcher(kernel, specialised=specialised), list[Any]()
+    with observed_launches(told.append):
+        for length in lengths:
+            launch("variant", 1, x, length, BLOCK=64)
     assert len(kernel.compiled) == variants
     launches = [args for compiled in kernel.compiled for args in compiled.launches]
     assert len(launches) == len(lengths) - variants
     assert all((way, stream, block) == ("direct", 7, 64) for way, stream, _, _, block in launches)
+    assert told.count(None) == variants and len(told) == len(lengths)
+    first = next(filter(None, told))
+    first.run(*first.head, *first.args)  # the same launch
+    assert [args for compiled in kernel.compiled for args in compiled.launches].count(launches[0]) >= 2
+
+
+class FromTriton(driver.CudaLauncher):
+    """triton's launcher of a kernel of a descriptor and a pointer, whose part in C is a list."""
+
+    global_scratch_size = profile_scratch_size = global_scratch_align = profile_scratch_align = 0
+    launch_cooperative_grid = launch_pdl = False
+    num_ctas = 1
+
+    def __init__(self, in_c: Callable[..., None]) -> None:
+        box = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8], "fp4_padded": False}
+        self.launch = driver.wrap_handle_tensordesc(in_c, {0: "tensordesc<fp32[8]>", 1: "*fp32"}, [box])
+
+
+def test_a_bound_launch_is_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Descriptors are encoded once; another release of triton may have another launcher, which is not bound then."""
+    launches, encoded = list[tuple[Any, ...]](), list[int]()
+    utils = SimpleNamespace(fill_tma_descriptor=lambda address, *_: encoded.append(address) or f"map of {address}")
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
+    run, x = FromTriton(lambda *every: launches.append(every)), torch.zeros(8)
+    box = Descriptor(x, [8], [1], [8], None)
+    head = (4, 1, 1, 7, "function", (), None, None, None)
+    run(*head, box, 5)
+    bound = Launch(run, head, ()).bound([box, 5])
+    assert bound is not None and launches == launches[:1] and len(encoded) == 2
+    bound()
+    bound()
+    assert launches[1:] == launches[:1] * 2 and len(encoded) == 2
+    run.global_scratch_size = 8
+    assert Launch(run, head, ()).bound([box, 5]) is None
+    assert Launch(lambda *_: None, head, ()).bound([box, 5]) is None
 
 
 def test_a_profiler_of_triton_sees_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +392,7 @@ def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -
 
     captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
     memory = object.__new__(CopyEngine)
-    memory._lanes, memory._device, memory._known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    memory._lanes, memory._device, memory.known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
     monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
     memory.join()

@@ -551,7 +551,7 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.int64 or x.numel() > 1:
+        if x.dtype != torch.int64 or x.numel() > 2:
             kept.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage())
         return x
 

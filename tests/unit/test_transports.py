@@ -28,7 +28,7 @@ from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, copy_engine
-from ringflash.sequence.mask import SequenceMask
+from ringflash.sequence.mask import Documents, SequenceMask
 
 GPU = torch.device("cuda")
 
@@ -386,3 +386,43 @@ def test_a_buffer_is_given_up_before_a_larger_one_is_made() -> None:
 
         with mock.patch.object(torch, "empty", larger):
             assert transport.buffer("kv.0", (9,), torch.uint8, torch.device("cpu")).numel() == 9
+
+
+def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of other strides or addresses, and other options or hosts, are planned anew."""
+    made, alive = list[Any](), [object()]
+    decided = [Algorithm.GATHER]
+
+    def make(q: Any, k: Any, v: Any, bounds: Any, options: CallOptions, flags: int) -> plan.CallPlan:
+        made.append(flags)
+        return plan.CallPlan(mock.Mock(), "hopper", "", decided[0], "copy_engine", options)
+
+    monkeypatch.setattr(plan, "planned", {})
+    monkeypatch.setattr(plan, "plan_call", make)
+    monkeypatch.setattr(plan, "store_of", lambda group: group if group in alive else None)
+    monkeypatch.setattr(plan, "known_split", lambda _: splits[0])
+    monkeypatch.setattr(plan.cuda_graphs, "capturing", lambda _: False)
+    splits: list[HostSplit | None] = [None]
+
+    def ask(
+        stride: int = 8, address: int = 0, flags: int = 0, group: object = alive[0], causal: bool = True,
+        documents: Documents | None = None,
+    ) -> int:  # fmt: skip
+        x: Any = mock.Mock(device=torch.device("cuda", 0), shape=(1, 8, 2, 8), dtype=torch.bfloat16)
+        x.stride.return_value, x.data_ptr.return_value = (stride,), address
+        plan.plan_again(x, x, x, documents, CallOptions(group, causal), flags)  # type: ignore[arg-type]
+        return len(made)
+
+    assert [ask(), ask(), ask(address=32), ask(stride=9), ask(address=2), ask(flags=7)] == [1, 1, 1, 2, 3, 4]
+    assert [ask(causal=False), ask(), ask(causal=False)] == [5, 5, 5]
+    splits[0] = HostSplit(1, 2)
+    assert [ask(), ask()] == [6, 6]
+    packed = Documents((0, 3, 16))
+    assert [ask(documents=packed), ask(documents=packed)] == [7, 7]
+    with mock.patch.object(plan.cuda_graphs, "capturing", lambda _: True):  # `plan_call` refuses them
+        assert [ask(), ask(documents=packed)] == [7, 8]
+    decided[0] = transport.UNDECIDED  # type: ignore[call-overload]
+    assert [ask(stride=7), ask(stride=7)] == [9, 10]
+    decided[0], other = Algorithm.GATHER, object()
+    alive[:] = [other]
+    assert ask(group=other) == 11 and len(plan.planned) == 1

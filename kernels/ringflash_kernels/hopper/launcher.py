@@ -5,8 +5,12 @@ A launch is the call that triton's `JITFunction.run` makes after its inspection,
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import copy
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from triton.knobs import runtime
@@ -17,6 +21,51 @@ _OPTIONS = {
     # triton asks for level 2, with which the ptxas of 3.9 (13.4) spills registers in loops; earlier ones ignore it.
     "ptx_options": "--regAllocOptLevel=4",
 }
+
+
+class Launch(NamedTuple):
+    """A launch: triton's launcher of the compiled kernel, its first arguments, and those of the kernel."""
+
+    run: Any
+    head: tuple[Any, ...]
+    args: tuple[Any, ...]
+
+    def bound(self, args: Sequence[Any]) -> Callable[[], object] | None:
+        """Return the launch with other arguments and its descriptors encoded, which may be repeated.
+
+        triton encodes descriptors in Python at each launch, which takes longer than the launch itself. None if its
+        launcher has not the form that it has in the releases of `environment`, or if the kernel needs scratch memory.
+        """
+        launch, given = getattr(self.run, "launch", None), list[tuple[Any, ...]]()
+        if launch is None or self.run.global_scratch_size or self.run.profile_scratch_size:
+            return None
+        note: Callable[..., None] = lambda *every: given.append(every)  # noqa: E731
+        if isinstance(launch, FunctionType):  # encodes, and calls the variable `launcher`, which is in C
+            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+            if "launcher" not in cells:
+                return None
+            in_c, cells["launcher"] = cells["launcher"].cell_contents, CellType(note)
+            note = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
+        else:
+            in_c = launch
+        noting = copy.copy(self.run)
+        noting.launch = note
+        noting(*self.head, *args)
+        return functools.partial(in_c, *given[0])
+
+
+class Observer(threading.local):
+    """Observer of the launches of a thread; `tell` is given None for the first one of a variant, which triton makes."""
+
+    tell: Callable[[Launch | None], None] | None = None
+
+
+observer = Observer()
+
+
+def is_traced() -> bool:
+    """Return True if a profiler observes launches."""
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 class Launcher:
@@ -49,14 +98,16 @@ class Launcher:
         if known is not None:
             compiled, run, constant_values, stream_of = known
             stream = stream_of(device)
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:  # of a profiler
+            if is_traced():
                 compiled[num_programs, 1, 1](*args, *constant_values, stream=stream)
                 return
-            run(
-                num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *args, *constant_values,
-            )  # fmt: skip
+            head = num_programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
+            run(*head, *args, *constant_values)
+            if observer.tell is not None:
+                observer.tell(Launch(run, head, (*args, *constant_values)))
             return
+        if observer.tell is not None:
+            observer.tell(None)
         compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps, **_OPTIONS)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,15 @@ class GroupAreas(Protocol):
 
     def wait(self, *markers: Marker) -> None:
         """Order the current stream after these markers."""
+
+    def step(self, work: Callable[..., None], *args: Any) -> None:
+        """Run `work(*args)`, which uses the current stream.
+
+        A repetition of the call runs it again, with its own number, watched call, markers and results of `note`.
+        """
+
+    def note(self, work: Callable[..., T], *args: Any) -> T:
+        """Run work as `step` does, on the host alone, and return its result."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""

@@ -130,13 +130,16 @@ class CopyEngine(Lanes):
         batches = [Copies(batch, self._device) for batch in (peers, here) if batch]
 
         def move() -> None:
-            stream = self._current()
+            stream = self.current()
             for batch in batches:
                 batch(stream)
 
-        return move
+        return functools.partial(self.step, move)
 
     def barrier(self, channel: int) -> None:
+        self.step(self._pass_barrier, channel)
+
+    def _pass_barrier(self, channel: int) -> None:
         self._pad[1].barrier(channel, self._timeout_ms)
         self.num_posted += 1
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
-_MAX_CACHED = 12  # a cache of views drops the oldest entry beyond this number
+_MAX_CACHED = 20  # a cache of views drops the oldest entry beyond this number
 
 
 class Marker(Protocol):
@@ -38,14 +38,39 @@ class ViewCache:
             self._entries[key] = made, areas
         return cast(T, self._entries[key][0])
 
+    def has(self, key: Hashable) -> bool:
+        """Return True if there is an entry of this key."""
+        return key in self._entries
+
     def drop(self, area: str | None = None) -> None:
         """Drop the entries with views of an area; by default all entries."""
         entries = {} if area is None else self._entries
         self._entries = {key: (made, areas) for key, (made, areas) in entries.items() if area not in areas}
 
 
+class CallRecorder(Protocol):
+    """Recorder of a call, told what concerns streams."""
+
+    def mark(self, event: Any, stream: torch.cuda.Stream) -> None: ...
+
+    def wait(self, event: Any, stream: torch.cuda.Stream) -> None: ...
+
+    def step(self, work: Callable[..., None], args: tuple[Any, ...]) -> None: ...
+
+    def note(self, work: Callable[..., T], args: tuple[Any, ...]) -> T: ...
+
+    def give_up(self, problem: str) -> None: ...
+
+
 class Lanes:
-    """Streams and areas of one GPU: what the copy engine and messages have in common."""
+    """Streams and areas of one GPU: what the copy engine and messages have in common.
+
+    Attributes:
+        recorder: recorder of the present call, if it is recorded.
+        known: the current stream, in `on_one_stream` and in lanes.
+    """
+
+    recorder: CallRecorder | None = None
 
     members: tuple[int, ...] = ()  # ranks of the group that share the areas; empty: all
 
@@ -55,9 +80,11 @@ class Lanes:
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
-        self._known: torch.cuda.Stream | None = None  # the current stream, in `on_one_stream` and in lanes
+        self.known: torch.cuda.Stream | None = None
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        if self.recorder is not None and not self._cache.has(key):
+            self.recorder.give_up("views are made")
         thing = self._cache.get(key, areas, make)
         if cuda_graphs.capturing(self._device):
             cuda_graphs.keep_alive(thing)
@@ -65,40 +92,50 @@ class Lanes:
         return thing
 
     def mark(self) -> Marker:
-        return self._current().record_event()
+        return self._record(self.current())
 
     def wait(self, *markers: Marker) -> None:
-        stream = self._current()
-        for marker in markers:
-            marker.wait(stream)  # type: ignore[attr-defined]
+        self._wait(self.current(), markers)
 
-    @contextmanager
-    def on_one_stream(self) -> Iterator[None]:
-        self._known = self._current()
-        try:
-            yield
-        finally:
-            self._known = None
+    def step(self, work: Callable[..., None], *args: Any) -> None:
+        if self.recorder is None:
+            work(*args)
+        else:
+            self.recorder.step(work, args)
+
+    def note(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args) if self.recorder is None else self.recorder.note(work, args)
+
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        return _OneStream(self)
+
+    def enter(self, stream: torch.cuda.Stream) -> None:
+        """Make a stream current, in `on_one_stream`."""
+        torch.cuda.set_stream(stream)  # the context manager is several times slower
+        self.known = stream
+
+    def current(self) -> torch.cuda.Stream:
+        """Return the current stream."""
+        # With a torch.device as argument, or without any, torch's answer is several times slower.
+        return torch.cuda.current_stream(self._device.index) if self.known is None else self.known
 
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, known, current = self._lanes[lane], self._known, self._current()
-        torch.cuda.set_stream(stream)  # the context manager is several times slower
-        self._known = stream
+        stream, known, current = self._lanes[lane], self.known, self.current()
+        self.enter(stream)
         try:
-            for marker in after:
-                marker.wait(stream)  # type: ignore[attr-defined]
+            self._wait(stream, after)
             work()
-            return stream.record_event()
+            return self._record(stream)
         finally:
-            self._known = known
+            self.known = known
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
-        current, lanes = self._current(), list(self._lanes.values())
+        current, lanes = self.current(), list(self._lanes.values())
         if cuda_graphs.capturing(self._device):  # waiting for a lane outside of the capture would invalidate it
             lanes = [lane for lane in lanes if _is_captured(lane)]
         for lane in lanes:
@@ -118,9 +155,30 @@ class Lanes:
         self._captured.remove(name)
         return [old]
 
-    def _current(self) -> torch.cuda.Stream:
-        # With a torch.device as argument, or without any, torch's answer is several times slower.
-        return torch.cuda.current_stream(self._device.index) if self._known is None else self._known
+    def _record(self, stream: torch.cuda.Stream) -> Marker:
+        event = stream.record_event()
+        if self.recorder is not None:
+            self.recorder.mark(event, stream)
+        return event
+
+    def _wait(self, stream: torch.cuda.Stream, markers: Sequence[Marker]) -> None:
+        for marker in markers:
+            marker.wait(stream)  # type: ignore[attr-defined]
+            if self.recorder is not None:
+                self.recorder.wait(marker, stream)
+
+
+class _OneStream:
+    """Context of `Lanes.on_one_stream`; one by contextlib takes several times as long."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+
+    def __enter__(self) -> None:
+        self._lanes.known = self._lanes.current()
+
+    def __exit__(self, *error: object) -> None:
+        self._lanes.known = None
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:

@@ -6,6 +6,7 @@ it wrote earlier, receives into memory that is no longer read, and the caller's 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -64,7 +65,7 @@ class NcclGather(Lanes):
                 target.copy_(source, non_blocking=True)
             pending.wait()
 
-        return move
+        return functools.partial(self.step, move)
 
     def barrier(self, channel: int) -> None:
         """Do nothing, since messages order the ranks."""

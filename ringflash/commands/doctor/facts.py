@@ -17,7 +17,7 @@ from ringflash_kernels.api import hopper_environment_error
 
 PACKAGES = (
     "ringflash", "torch", "triton", "lightning", "pytorch-lightning", "deepspeed", "transformers", "accelerate", "trl",
-    "liger-kernel", "torchtitan",
+    "liger-kernel", "megatron-core", "torchtitan",
 )  # fmt: skip
 VARIABLES = ("NCCL_", "RINGFLASH_", "TORCH_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "WORLD_SIZE", "RANK")
 _TIMEOUT_S = 20

@@ -1,0 +1,220 @@
+"""Training steps of torchtitan with ring attention beside its own context parallelism: seconds, tokens/s, memory.
+
+    python benchmarks/bench_torchtitan.py --lengths 32768,131072 --json results.json
+
+Starts torchtitan's own Trainer on all GPUs, once for each length and attention: "ring" is ringflash.torchtitan, "flex"
+torchtitan's all-gather of keys before flex attention. The model is llama3 with the shapes of 8B, a few layers and a
+small vocabulary; each sequence is one document of random tokens. FSDP2 shards over the ring, selective activation
+checkpointing keeps attention in both, and nothing is compiled but flex attention, with the tuning that torchtitan asks
+for. The results are saved after every run.
+
+torchtitan 0.3 trains with torch 2.14 only. With an older torch its backend "partial_dtensor" still runs, which the
+plug-in refuses: the ring is then put in place by hand. The attention of both contenders is the same as with 2.14.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+
+OLD_TORCH = not hasattr(dist, "set_timeout")
+if OLD_TORCH:  # names that torchtitan 0.3 imports or calls, and that "partial_dtensor" does not need
+    dist.set_timeout = lambda *_: None  # type: ignore[attr-defined]
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import ParallelismConfig  # noqa: E402
+from torchtitan.config.override import OverrideConfig  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
+from torchtitan.models.common import attention as titan_attention  # noqa: E402
+from torchtitan.models.llama3 import config_registry, parallelize  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from benchmarks.environment import describe  # noqa: E402
+
+ABOUT = (
+    "Steps of torchtitan's Trainer, {flavor} with {layers} layers and a vocabulary of 16,384, one document a sequence. "
+    "seconds: wall-clock time from the loss of one step to that of the next, on the first rank; tokens_per_s of all "
+    "GPUs together, by the median; memory_gib: peak of torch's allocator on the first rank."
+)
+ATTENTIONS = ("ring", "flex")
+WARM_UP = 3
+VOCAB = 16384  # a few layers have their share of a head of this size
+
+
+class NoTokenizer(BaseTokenizer):
+    """Tokens are drawn at random."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Without fields."""
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+        self.eos_id = 0
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        """Return nothing."""
+        return []
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        """Return nothing."""
+        return ""
+
+    def get_vocab_size(self) -> int:
+        """Return no size: the model has its own."""
+        return 0
+
+
+class RandomTokens(BaseDataLoader):
+    """Sequences of one document, the same for all ranks of a ring."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """Without fields."""
+
+    def __init__(self, config: Config, *, dp_rank: int, seq_len: int, **_: Any) -> None:
+        self.generator = torch.Generator().manual_seed(dp_rank)
+        self.seqlen = seq_len
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            ids = torch.randint(VOCAB, (1, self.seqlen + 1), generator=self.generator)
+            yield {"input": ids[:, :-1], "positions": torch.arange(self.seqlen)[None]}, ids[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: runs are not resumed."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+def configure(attention: str, seqlen: int, layers: int, steps: int, flavor: str) -> Trainer.Config:
+    """Return torchtitan's configuration of one run."""
+    config = getattr(config_registry, flavor)()
+    model = config.model_spec.model
+    del model.layers[layers:]
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
+    config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)  # with torch 2.11 the chunked loss ends in a crash
+    config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
+    training = config.training
+    training.seq_len, training.local_batch_size, training.global_batch_size = seqlen, 1, -1
+    training.steps, training.disable_cuda_graphs = WARM_UP + steps, True
+    config.metrics.log_freq, config.metrics.enable_tensorboard = 1, False
+    config.profiler.enable_profiling = config.checkpoint.enable = config.validator.enable = False
+    config.activation_checkpoint, config.debug.seed = SelectiveAC.Config(), 0
+    config.parallelism = ParallelismConfig(
+        context_parallel_degree=int(os.environ["WORLD_SIZE"]),
+        spmd_backend="partial_dtensor" if OLD_TORCH else "spmd_types",
+    )
+    if attention == "ring":
+        names = ("ring_attention", "keep_attention")
+        config.override = OverrideConfig(imports=[f"ringflash.torchtitan.{name}" for name in names])
+    return config
+
+
+def use_old_torch(attention: str) -> None:
+    """Call what an older torch has, and for the ring put it in place."""
+    create = titan_attention._compiled_create_block_mask
+    titan_attention._compiled_create_block_mask = lambda *args, separate_full_blocks, **kwargs: create(*args, **kwargs)
+    if attention == "ring":
+        put_the_ring_in_place()
+
+
+def put_the_ring_in_place() -> None:
+    """Give the attention of llama3 its ring under "partial_dtensor", which does not parallelize it."""
+    import ringflash.torchtitan  # noqa: F401  # its check of the configuration is replaced next
+
+    def take_group(modules: Any, mesh: Any) -> None:
+        for module in modules:
+            module.group, module._parallelized = mesh.get_group(), True
+
+    Trainer.Config._validate_cuda_graphs = lambda _: None
+    parallelize.apply_cp_to_forward = take_group
+
+
+def measure(out: Path, attention: str, **arguments: Any) -> None:
+    """Train on this rank; the first one writes what its steps took."""
+    if OLD_TORCH:
+        use_old_torch(attention)
+    trainer = configure(attention, **arguments).build()
+    ends, losses, log = [], [], trainer.metrics_processor.log
+
+    def logged(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+        ends.append(time.perf_counter())  # the loss is on the host: the step has ended on the device
+        losses.append(loss)
+        log(step, loss, *args, **kwargs)
+
+    trainer.metrics_processor.log = logged
+    trainer.train()
+    if dist.get_rank() == 0:
+        seconds = [end - begin for begin, end in itertools.pairwise(ends[WARM_UP - 1 :])]
+        found = {
+            "seqlen": arguments["seqlen"],
+            "attention": attention,
+            "seconds": [round(x, 5) for x in seconds],
+            "tokens_per_s": round(arguments["seqlen"] / statistics.median(seconds)),
+            "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
+            "losses": losses,
+        }
+        out.write_text(json.dumps(found))
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start a run for each length and attention, and save what they took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="32768,131072", help="tokens of a sequence")
+    parser.add_argument("--attentions", default=",".join(ATTENTIONS), help="ring, flex")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8, help=f"after {WARM_UP} that compile and allocate")
+    parser.add_argument("--flavor", default="llama3_8b", help="function of torchtitan.models.llama3.config_registry")
+    parser.add_argument("--nproc", type=int, default=None, help="GPUs; default all")
+    parser.add_argument("--json", type=Path, required=True, help="file for the results")
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
+    options = parser.parse_args()
+    shape = {"layers": options.layers, "steps": options.steps, "flavor": options.flavor}
+    if options.run:
+        attention, seqlen = options.run.split(":")
+        measure(options.json, attention, seqlen=int(seqlen), **shape)
+        return
+    rows: list[dict] = []
+    results = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": rows}
+    for seqlen in options.lengths.split(","):
+        for attention in options.attentions.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder, "result.json")
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                command += [str(options.nproc or torch.cuda.device_count()), __file__, "--json", str(out)]
+                command += ["--run", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
+                subprocess.run(command, check=True)
+                rows.append(row := json.loads(out.read_text()))
+            options.json.write_text(json.dumps(results, indent=1))
+            print(f"{attention} at {seqlen}: {row['tokens_per_s']} tokens/s, {row['memory_gib']} GiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

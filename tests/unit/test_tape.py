@@ -1,0 +1,322 @@
+"""Repeated calls ask for what ordinary ones ask for, in the same order and on the same streams. CPU, one process.
+
+The host code of the real kernels runs over streams and a launcher that only write a log. There, an address is an offset
+in an input or in an allocation of the call, or that of memory that stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringflash.attention import gather_by_heads, schedule, sections, tape
+from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.sections import Sections
+from ringflash.comm import call_numbers
+from ringflash.comm.call_numbers import CallNumber
+from ringflash.comm.transport import copy_engine, lanes
+from ringflash.comm.watchdog import CallInFlight
+from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.api import needs_row_max, rounds
+from ringflash_kernels.hopper import launcher
+from ringflash_kernels.hopper.launcher import Launch, Launcher
+from tests.emulator.host import cuda_properties
+
+Inputs = tuple[torch.Tensor | None, ...]
+
+
+class Log(TorchDispatchMode):
+    """Requests of one call to the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Any] = []
+        self.stream: Any = "caller"
+        self.numbers: dict[int, int] = {}  # of events
+        self.events: list[Any] = []
+        self.unread: list[torch.Tensor] = []
+        self.inputs: Inputs = ()
+        self.allocated: list[tuple[int, int, StorageWeakRef | None]] = []
+
+    def say(self, *line: Any) -> None:
+        for index, (_first, size, alive) in enumerate(self.allocated):
+            if alive is not None and alive.expired():
+                self.allocated[index] = -1, size, None
+                self.lines.append(("freed", index))
+        self.lines.append(line)
+
+    def place(self, address: int) -> Any:
+        """Return an address as an input or an allocation and the offset there, or itself."""
+        offsets = [
+            (address - x.data_ptr(), index)
+            for index, x in enumerate(self.inputs)
+            if x is not None and x.data_ptr() <= address < x.untyped_storage().data_ptr() + x.untyped_storage().nbytes()
+        ]
+        if offsets:
+            return "input", min(offsets)
+        for index, (first, size, alive) in enumerate(self.allocated):
+            if alive is not None and 0 <= address - first < max(size, 1):
+                return "allocated", index, address - first
+        return address
+
+    def launch(self, *args: Any) -> None:
+        """Stand in for the function with which triton launches."""
+        self.say("launch", *[self.value(x) for x in args])
+
+    def value(self, x: Any) -> Any:
+        if hasattr(x, "data_ptr"):
+            return self.place(x.data_ptr())
+        if hasattr(x, "block_shape"):
+            return "box", self.place(x.base.data_ptr()), x.shape, x.strides, x.block_shape
+        return self.place(x) if isinstance(x, int) else x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or "nan" in str(args[1:]) or "fill_.Tensor" in str(func):  # new memory of all tests
+            return out
+        made = [x for x in (out,) if isinstance(x, torch.Tensor) and x is not args[0]]
+        name = "empty" if func in tape.ALLOCATIONS else str(func)
+        on_host = bool(made) and made[0].dtype == torch.int64  # the words of the peers
+        self.say(name, "host" if on_host else self.stream, *[(x.shape, x.stride(), x.dtype) for x in made])
+        self.lines.append([self.value(x) for x in args] if func not in tape.ALLOCATIONS else [])
+        for x in made:
+            self.allocated.append((x.data_ptr(), x.nbytes, StorageWeakRef(x.untyped_storage())))
+        return out
+
+
+class Stream:
+    """A stream that writes to the log of the present call."""
+
+    def __init__(self, name: str = "lane", **_: object) -> None:
+        self.name, self.cuda_stream = str(name), 0
+
+    def record_event(self) -> Any:
+        event = Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """An event that writes to the log of the present call."""
+
+    def record(self, stream: Stream) -> None:
+        log = LOGS[-1]
+        log.numbers[id(self)] = len(log.events)
+        log.events.append(self)
+        log.say("record", stream.name)
+
+    def wait(self, stream: Stream) -> None:
+        LOGS[-1].say("wait", stream.name, LOGS[-1].numbers[id(self)])
+
+
+LOGS: list[Log] = []  # the last one is that of the present call
+CALLER = Stream("caller")
+
+
+class Memory(copy_engine.CopyEngine):
+    """Memory of rank 0 of 2, whose barriers and copies write to the log."""
+
+    def __init__(self) -> None:
+        lanes.Lanes.__init__(self, torch.device("cpu"))
+        self.rank, self.group = 0, cast(Any, None)
+        self.peer: dict[str, torch.Tensor] = {}
+        self._lanes = {name: cast(Any, Stream(name)) for name in ("pull", "even", "odd", "begin", "end")}
+
+    def reserve(self, name: str, num_bytes: int) -> None:
+        if name not in self._areas or self._areas[name].numel() < num_bytes:
+            self._retire(name)
+            self._areas[name], self.peer[name] = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        area = (self.peer if rank else self._areas)[name]
+        return area[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _pass_barrier(self, channel: int) -> None:
+        LOGS[-1].say("barrier", LOGS[-1].stream, channel)
+
+
+class Run:
+    """triton's launcher of a kernel."""
+
+    global_scratch_size = profile_scratch_size = 0
+
+    def __init__(self) -> None:
+        self.launch = lambda *every: LOGS[-1].launch(*every)
+
+    def __call__(self, *every: Any) -> None:
+        self.launch(*every)
+
+
+def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **constants: Any) -> None:
+    """Stand in for `Launcher.__call__`."""
+    head = num_programs, LOGS[-1].stream, id(kernel)
+    made = Launch(Run(), head, (*args, *constants.values()))
+    made.run(*made.head, *made.args)
+    if launcher.observer.tell is not None:
+        launcher.observer.tell(made)
+
+
+def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int], _: object) -> None:
+    """Stand in for `call_numbers.expect`."""
+    LOGS[-1].unread.append(words)
+    LOGS[-1].say("expect", LOGS[-1].numbers[id(event)], LOGS[-1].place(words.data_ptr()), number, senders)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Streams, launches and copies that only write to the log."""
+    cuda = SimpleNamespace(
+        Stream=Stream, current_stream=lambda _: CALLER, set_stream=lambda x: setattr(LOGS[-1], "stream", x.name)
+    )
+    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(Launcher, "__call__", launch)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        copy_engine.Copies, "__call__", lambda copies, stream: LOGS[-1].say("copies", stream.name, id(copies))
+    )
+    monkeypatch.setattr(call_numbers, "expect", expect)
+    with cuda_properties(132):
+        yield
+
+
+def inputs(shapes: list[tuple[int, ...]], one_storage: bool) -> list[torch.Tensor]:
+    """Return tensors of the same strides, side by side in one storage or not."""
+    heads = sum(shape[2] for shape in shapes)
+    rows = [torch.zeros(*shapes[0][:2], heads, 128, dtype=torch.bfloat16) for _ in shapes]
+    firsts = accumulate((shape[2] for shape in shapes), initial=0)
+    return [
+        rows[0 if one_storage else index][..., first : first + shape[2], : shape[3]]
+        for index, (shape, first) in enumerate(zip(shapes, firsts, strict=False))
+    ]
+
+
+class Case(NamedTuple):
+    """A kind of call."""
+
+    impl: str = "hopper"
+    dims: tuple[int, int] = (128, 128)
+    num_sections: int = 3
+    num_blocks: int = 1
+    deterministic: bool = False
+    window: tuple[int, int] = (-1, -1)
+    parts: bool = False
+
+
+CASES = {
+    "one section": Case(num_sections=1), "sections": Case(num_sections=5), "blocks": Case(num_blocks=2),
+    "in order": Case(dims=(96, 96), deterministic=True), "wide": Case(dims=(256, 256)), "window": Case(window=(3, 0)),
+    "narrow values": Case(dims=(192, 128)), "in two parts": Case(parts=True),
+    "fp8": Case("hopper_fp8_all"), "fp8, blocks": Case("hopper_fp8_scores", (64, 64), 2, 2),
+}  # fmt: skip
+
+
+class Calls:
+    """Forwards and backwards of one form."""
+
+    def __init__(self, case: Case) -> None:
+        rows, multiple = (256, 128) if rounds(case.impl) else (8, 1)
+        mask = SequenceMask(2 * rows, True, case.window)
+        self.case, self.rows, self.memory = case, rows, Memory()
+        self.blocks: tuple[schedule.Gathering, ...] = (schedule.plan_gather(mask, 2, 0, "zigzag", multiple),)
+        if case.num_blocks > 1:
+            self.blocks = schedule.plan_blocks(mask, 2, 0, "zigzag", (1,) * case.num_blocks, multiple)
+
+    def log(self, number: int, *, repeat: bool, one_storage: bool = False) -> list[Any]:
+        """Make a forward and a backward, and return their lines."""
+        case, (k_dim, v_dim), count = self.case, self.case.dims, self.case.num_sections
+        shapes = [(1, self.rows, n * count, dim) for n, dim in ((2, k_dim), (1, k_dim), (1, v_dim), (2, v_dim))]
+        q, k, v, dout = (x.detach() for x in inputs(shapes, one_storage))
+        row_max = torch.zeros(1, 2 * count, self.rows) if needs_row_max(case.impl) else None
+        heads, lines = (1,) * count, list[Any]()
+        call = HeadGather(
+            self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), rounds(case.impl)
+        )
+        watched = [CallInFlight(0, 0, name, 0.0) for name in ("forward", "backward")]
+        with (
+            mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)),
+            mock.patch.object(sections, "PUBLISHED_BYTES", 0 if case.parts else 1 << 40),
+            mock.patch.object(gather_by_heads, "can_repeat", lambda *_: repeat),
+            mock.patch.object(gather_by_heads, "watching", lambda *_: watched[len(lines) > 0]),
+        ):
+            out, lse = lines_of(lines, call.forward, q, k, v, row_max)
+            saved = dout, torch.zeros_like(lse), q, k, v, out, lse, row_max
+            lines_of(lines, call.backward, *saved)
+        return lines + [
+            (LOGS[index - 2].numbers[id(event)], what, values)
+            for index, call_in_flight in enumerate(watched)
+            for event, what, values in call_in_flight.markers
+        ]
+
+
+def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor | None) -> Any:
+    """Make a call, and append its lines."""
+    log = Log()
+    log.inputs = given
+    LOGS.append(log)
+    with log:
+        results = call(*given)
+    log.say("results", *[(log.place(x.data_ptr()), x.shape, x.stride(), x.dtype) for x in results])
+    lines += log.lines
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_repeated_call_asks_for_the_same(name: str) -> None:
+    calls = Calls(CASES[name])
+    for _ in range(2):  # the areas grow
+        calls.log(1, repeat=False)
+    ordinary = calls.log(7, repeat=False)
+    calls.log(3, repeat=True)
+    recorded = calls.log(7, repeat=True)
+    with mock.patch.object(HeadGather, "_run", mock.Mock(side_effect=AssertionError("not repeated"))):
+        repeated = calls.log(7, repeat=True), calls.log(7, repeat=True, one_storage=CASES[name].num_blocks == 1)
+    assert recorded == ordinary and len(ordinary) > 30
+    for got in repeated:
+        assert got == ordinary
+
+
+def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
+    """Later calls may give two."""
+    made = tape.Tape(())
+    x = torch.zeros(1)
+    for _ in range(3):
+        made.record(Memory(), (x, x), lambda x, y: (x + y,))
+    assert not made.steps
+
+
+@pytest.mark.parametrize(
+    "issue",
+    [
+        lambda x: (x.view(1),),  # a result that is an input
+        lambda x: torch.stack([x, x]).unbind(),  # tensors in a list
+        lambda x: (x.max(0).values,),  # two results
+    ],
+)
+def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+    LOGS.append(Log())
+    made = tape.Tape(())
+    for _ in range(3):
+        made.record(Memory(), (torch.zeros(1),), issue)
+    assert made.calls == 3 and not made.steps
+
+
+@pytest.mark.parametrize("failing", [0, 5, 11, 17])
+def test_after_an_error_in_a_repeated_call_lanes_are_joined(failing: int) -> None:
+    calls = Calls(Case())
+    for _ in range(5):
+        calls.log(1, repeat=True)
+    tapes = [made for made, _ in calls.memory._cache._entries.values() if isinstance(made, tape.Tape)]
+    forward = next(made for made in tapes if made.steps)
+    forward.steps[failing] = mock.Mock(side_effect=MemoryError("no memory left"))
+    with mock.patch.object(Memory, "join") as join, pytest.raises(MemoryError):
+        calls.log(1, repeat=True)
+    assert join.called and LOGS[-1].stream == "caller"
