@@ -1,6 +1,6 @@
 """Kernels under two-sided masks: right against fp64, then fast beside the causal kernel at equal visible pairs.
 
-    python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--trials] [--dry]
+    python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--dry]
 
 One Hopper GPU. TFLOP/s count visible pairs only; shares are those of the causal kernel with as many pairs, timed in
 turns with it. Each part stops at its own limit, and each line is printed as it is measured. `--dry` needs no GPU: it
@@ -352,51 +352,11 @@ def flex(mask: Mask, dim: int, backend: str | None) -> tuple[float, float]:
     return flops / forward, 2.5 * flops / backward
 
 
-# ---------------------------------------------------------------------------------------------------------- trials
-
-
-def trials(note: Callable[..., None], late: Callable[[float], bool]) -> None:
-    """Time launch orders: tiles near one another together or by length only, long tiles of all heads first or not."""
-    from ringflash_kernels.hopper import walks
-    from ringflash_kernels.hopper.backward.host import HopperBackward
-
-    far = 1 << 30
-    settings = {
-        "near 64, long first": (64, 0.5),
-        "near all, long first": (far, 0.5),
-        "near 64": (64, far),
-        "by length": (far, far),
-    }
-    in_step = HopperBackward._in_step
-    for name in list(CASES)[:8]:
-        if late(110):
-            return
-        contenders = {}
-        for setting, (near, share) in settings.items():
-            walks.NEAR_TILES, walks.LONG_SHARE = near, share
-            contenders[setting] = Ours(CASES[name](), 128)
-            contenders[setting].backward()  # the tables are made now
-            if len(contenders) > 1:
-                first = contenders["near 64, long first"]
-                contenders[setting].__dict__ |= {x: first.__dict__[x] for x in ("q", "k", "v", "dout", "dk", "dv")}
-        found = speeds(contenders)
-        best = contenders["near 64, long first"]
-        walks.NEAR_TILES, walks.LONG_SHARE = 64, 0.5
-        HopperBackward._in_step = lambda self, hop, group: 0
-        found["not in step"] = (0.0, best.flops[1] / timed_in_turns({"": best.backward})[""])
-        HopperBackward._in_step = lambda self, hop, group: 1
-        found["in step"] = (0.0, best.flops[1] / timed_in_turns({"": best.backward})[""])
-        HopperBackward._in_step = in_step
-        note(trial=name, **{key: "{:.0f} {:.0f}".format(*x) for key, x in found.items()})
-        torch.cuda.empty_cache()
-
-
 def main() -> None:
     """Run the parts in the order of their importance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json")
     parser.add_argument("--seconds", type=float, default=200)
-    parser.add_argument("--trials", action="store_true", help="also time launch orders")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--check", choices=CHECKS, help="only check one group")
     options = parser.parse_args()
@@ -424,8 +384,6 @@ def main() -> None:
     def late(seconds: float = options.seconds) -> bool:
         return time.time() - START > min(seconds, options.seconds)
 
-    if options.trials:
-        trials(note, late)
     for name, make in CASES.items():
         if late(options.seconds * 0.75):
             break

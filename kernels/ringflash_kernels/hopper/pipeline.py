@@ -46,12 +46,14 @@ class Pointers(NamedTuple):
 
     Args:
         start, stop: the keys that each row sees; under a two-sided mask for the rows of whole tiles.
+        ends: the end of each key in whole blocks, where shared memory has no room for those of a block.
         table, stretches: tiles and stretches of `hopper.walks`; without stretches see `tile_table`.
     """
 
     lse: int
     start: int
     stop: int
+    ends: int
     table: int
     stretches: int
     counter: int
@@ -366,7 +368,11 @@ def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
     if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
         own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
         stop = gl.load(pointers.stop + own)
-        ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+        if V.ends_bytes:
+            ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+        else:
+            columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+            ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
         SHAPE: gl.constexpr = s.shape
         own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
         s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))

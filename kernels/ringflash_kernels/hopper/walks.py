@@ -17,12 +17,13 @@ from ringflash_kernels.mask import Mask, Region, check_capture
 
 _FAR = 1 << 40
 _MAX_BLOCK = 128  # keys of a block, at most
-NEAR_TILES = 64  # tiles that are launched together, since they see mostly the same columns
-LONG_SHARE = 0.5  # of a worker's equal share of a head's blocks: tiles with more are long
+SHORT_BLOCKS, SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 
 
 class Walks(NamedTuple):
-    """Tables of a launch, and the number of long tiles, which come first.
+    """Tables of a launch, and whether the walks are short and mostly unmasked.
+
+    Tiles with short walks end at the same blocks, those of their documents, and so may go down from there together.
 
     tiles: (num_tiles, 4), int32: tile, first stretch, number of stretches, number of blocks; most blocks first.
     stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
@@ -31,7 +32,7 @@ class Walks(NamedTuple):
 
     tiles: torch.Tensor
     stretches: torch.Tensor
-    num_long: int
+    are_short: bool
 
 
 def walks(
@@ -42,25 +43,25 @@ def walks(
     block: int,
     *,
     ordered: bool = False,
-    workers: int = 0,
 ) -> Walks:
     """Return the walks over all columns of the tiles of the rows [first, end), cached with the mask.
 
     Args:
         ordered: find the previous tile of each stretch, for sums in a fixed order.
-        workers: thread blocks that share the tiles of a head, for `_launch_order`; 0: the longest tiles first.
     """
     device = torch.device(device)
 
     def make() -> Walks:
         check_capture(device)
         tiles, stretches = _new_walks(mask.regions, rows, tile_rows, block, mask.seqlen_k)
-        tiles, num_long = _launch_order(tiles, workers)
+        blocks = stretches[:, 1] - stretches[:, 0]
+        total, masked = int(blocks.sum()), int((blocks * stretches[:, 2]).sum())
+        are_short = total <= SHORT_BLOCKS * len(tiles) and masked <= SHORT_MASKED * total
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), num_long)
+        return Walks(tiles.to(device), stretches.to(device), are_short)
 
-    return mask.cached(("walks", device, rows, tile_rows, block, ordered, workers), make)
+    return mask.cached(("walks", device, rows, tile_rows, block, ordered), make)
 
 
 class Limits(NamedTuple):
@@ -95,24 +96,6 @@ def has_begins(mask: Mask) -> bool:
         return int((stop - first).sum()) != mask.num_visible
 
     return mask.cached("has begins", make)
-
-
-def _launch_order(tiles: torch.Tensor, workers: int) -> tuple[torch.Tensor, int]:
-    """Return the tiles in the order of their launch, and the number of long ones, which come first.
-
-    Tiles that are near one another see the same columns, so they run together: in groups, longest first.
-    """
-    blocks = tiles[:, 3].long()
-    if not workers:
-        return tiles[torch.argsort(blocks, descending=True, stable=True)].contiguous(), 0
-    is_long = blocks > LONG_SHARE * int(blocks.sum()) / workers
-    group = torch.arange(len(tiles), device="cpu") // NEAR_TILES
-    longest = torch.zeros(int(group[-1]) + 1, dtype=torch.int64, device="cpu")
-    longest = longest.scatter_reduce_(0, group, torch.where(is_long, 0, blocks), "amax")
-    place = torch.empty_like(longest)
-    place[torch.argsort(longest, descending=True, stable=True)] = torch.arange(len(longest), device="cpu")
-    key = torch.where(is_long, 0, place[group] + 1) * (int(blocks.max()) + 1) + blocks.max() - blocks
-    return tiles[torch.argsort(key, stable=True)].contiguous(), int(is_long.sum())
 
 
 def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,4 +163,4 @@ def _new_walks(
     number = torch.zeros(num_tiles, dtype=torch.int64, device="cpu").index_add_(0, tile, torch.ones_like(tile))
     blocks = torch.zeros_like(number).index_add_(0, tile, end - begin)
     tiles = torch.stack([torch.arange(num_tiles, device="cpu"), number.cumsum(0) - number, number, blocks], 1).int()
-    return tiles, stretches.contiguous()
+    return tiles[torch.argsort(blocks, descending=True, stable=True)].contiguous(), stretches.contiguous()

@@ -153,15 +153,12 @@ class HopperBackward:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return _largest_divisor(num_heads, limit)
 
-    def _in_step(self, hop: HopRectangle, group: int) -> int:
-        """Return how many blocks a tile must have to meet the other CTAs at a query block; 0 if no tile should.
-
-        With `deterministic`, the fixed order lets them meet.
-        """
-        bytes_of_row = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
-        if self.deterministic or hop.num_rows * bytes_of_row <= IN_STEP_BYTES:
-            return 0
-        return max(1, IN_STEP_BYTES // (64 * bytes_of_row))
+    def _in_step(self, hop: HopRectangle, group: int) -> bool:
+        """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
+        return (
+            not self.deterministic
+            and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
+        )
 
     def _add_keys(
         self,
@@ -182,12 +179,13 @@ class HopperBackward:
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
-        begins, *tables = self._tables(mask, hop, k.device, tiles.block_n, heads_together)
+        begins, *tables, short = self._tables(mask, hop, k.device, tiles.block_n)
+        down = short and not (self.ordered or tiles.wide)
         scalars = (
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            self._in_step(hop, group), self.clock,
+            int(self._in_step(hop, group) and not down), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
@@ -198,7 +196,7 @@ class HopperBackward:
         )  # fmt: skip
         variant = (
             head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
-            accumulate,
+            down, accumulate,
         )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
@@ -217,7 +215,7 @@ class HopperBackward:
                 begins, *self._bounds(hop), *tables, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
+                ORDERED=self.ordered, DOWN=down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
                 TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
             )  # fmt: skip
 
@@ -238,9 +236,9 @@ class HopperBackward:
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
         ]
-        ends, *tables = None, None, None, None
+        ends, *tables = None, None, None
         if hop.two_sided:
-            ends, *tables = self._query_tables(mask, k.device, heads_together)
+            ends, *tables = self._query_tables(mask, k.device)
         _QUERIES(
             (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout,
@@ -266,25 +264,24 @@ class HopperBackward:
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
     def _tables(
-        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int, heads_together: int
-    ) -> tuple[TensorDescriptor | None, int | None, torch.Tensor | None, torch.Tensor | None]:
-        """Return the tables of a two-sided mask: first keys of rows if they are needed, and `Walks`."""
-        if not hop.two_sided:
-            return None, None, None, None
-        side = mask.cached("transposed", mask.transposed)
-        tiles, stretches, num_long = walks(
-            side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered, workers=_workers(heads_together)
-        )
-        begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
-        return begins, num_long, tiles, stretches
+        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int
+    ) -> tuple[TensorDescriptor | None, torch.Tensor | None, torch.Tensor | None, bool]:
+        """Return the tables of a two-sided mask: first keys of rows if they are needed, and `Walks`.
 
-    def _query_tables(
-        self, mask: Mask, device: torch.device, heads_together: int
-    ) -> tuple[TensorDescriptor, int, torch.Tensor, torch.Tensor]:
+        The last result is true if tiles gain by walking down together: short walks, few masked blocks and no window.
+        """
+        if not hop.two_sided:
+            return None, None, None, False
+        side = mask.cached("transposed", mask.transposed)
+        tiles, stretches, are_short = walks(side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered)
+        begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
+        return begins, tiles, stretches, are_short and not hop.has_begins
+
+    def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
         rows = 0, mask.seqlen_q
-        tiles, stretches, num_long = walks(mask, device, rows, _HELD_QUERIES, 64, workers=_workers(heads_together))
-        return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), num_long, tiles, stretches
+        tiles, stretches, _ = walks(mask, device, rows, _HELD_QUERIES, 64)
+        return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), tiles, stretches
 
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
@@ -299,11 +296,6 @@ class HopperBackward:
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]
-
-
-def _workers(heads_together: int) -> int:
-    """Return the number of multiprocessors for each of the heads whose tiles alternate in launch order."""
-    return max(1, SMS // heads_together)
 
 
 def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -80,6 +80,7 @@ class KeyShared:
     KV_IN_REGISTERS: gl.constexpr
     TURN_AFTER: gl.constexpr
     ORDERED: gl.constexpr
+    DOWN: gl.constexpr
     DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -143,24 +144,23 @@ def _load(
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        if problem.TWO_SIDED:
-            number, block = problem.begin_walk(first, count, stop)
-            begin, _end, masked = problem.stretch(number)
-            for _ in range(stop):
-                for g in range(problem.group):
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block * 2 + masked)
-                    if not sm.ORDERED:
-                        row = problem.dq_row(batch, first_head + g) + block * 64
-                        send_number(sm.begin.index(sm.STAGES + slot), row)
-                    _load_queries(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, first_head + g, block, step,
-                    )  # fmt: skip
-                    step += 1
-                    problem.tick(step)
-                number, block, begin, masked = problem.next_of_walk(number, block, begin, masked, first, count)
+        if problem.TWO_SIDED and (sm.ORDERED or sm.DOWN):
+            for i in range(count):
+                begin, end, masked = problem.stretch(first + count - 1 - i)
+                for j in range(end - begin):
+                    block = end - 1 - j
+                    for g in range(problem.group):
+                        slot, parity = slot_of(step, sm.STAGES)
+                        mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                        send_number(sm.begin.index(slot), block * 2 + masked)
+                        if sm.DOWN:
+                            row = problem.dq_row(batch, first_head + g) + block * 64
+                            send_number(sm.begin.index(sm.STAGES + slot), row)
+                        _load_queries(
+                            sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                            batch, first_head + g, block, step,
+                        )  # fmt: skip
+                        step += 1
         elif sm.ORDERED:
             g = 0
             block = stop - 1
@@ -175,6 +175,23 @@ def _load(
                 )  # fmt: skip
                 step += 1
                 g, block = problem.descend(g, block)
+        elif problem.TWO_SIDED:
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
+                    slot, parity = slot_of(step, sm.STAGES)
+                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                    send_number(sm.begin.index(slot), block * 2 + masked)
+                    _load_queries(
+                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
+                        batch, first_head + g, block, step,
+                    )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
+                    step += 1
+                    problem.tick(step)
         else:
             block = start
             for g in range(problem.group):
@@ -252,8 +269,8 @@ def _staging(sm, buffer, W: gl.constexpr):
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
 
-    If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If TWO_SIDED, it also says
-    where dQ goes, which is returned for the next step. If ORDERED, the writers know.
+    If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If DOWN, it also says where
+    dQ goes, which is returned for the next step; otherwise the block is. If ORDERED, the writers know.
     """
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -300,10 +317,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         number = receive_number(sm.begin.index(slot))
         block = number >> 1
         masked = (number & 1) != 0
-    if problem.TWO_SIDED and not sm.ORDERED:
+    if sm.DOWN:
         next_row = receive_number(sm.begin.index(sm.STAGES + slot))
-    else:
-        next_row = 0
     if masked:  # a second, masked loop would make ptxas spill in the first
         if problem.BOUNDS:
             first_row, stop_row = seen
@@ -361,7 +376,11 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     else:
         dk0, ds0, dv0, p0 = warpgroup_mma_wait(0, deps=(dk0, ds0, dv0, p0))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-    return dk0, dk1, dv0, dv1, next_row
+    if sm.DOWN:
+        result = dk0, dk1, dv0, dv1, next_row
+    else:
+        result = dk0, dk1, dv0, dv1, block
+    return result
 
 
 @gluon.jit
@@ -429,7 +448,7 @@ def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
             start = 0
-            tile, _head = problem.place(index)
+            tile = problem.rank(index)
         else:
             start, stop, _full_start, _full_stop = problem.blocks(key)
             tile = key // problem.BLOCK_N
@@ -593,18 +612,30 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                 seen = (0, 0)
             if sm.ORDERED:
                 for _ in range((stop - start) * problem.group):
-                    dk0, dk1, dv0, dv1, _row = _step(
+                    dk0, dk1, dv0, dv1, _block = _step(
                         sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, 0, W
                     )
                     step += 1
                 _stage_last_dq(sm, step, W)
-            elif problem.TWO_SIDED:
+            elif sm.DOWN:
                 dq_row = problem.dq_row(batch, first_head)
                 for _ in range(stop * problem.group):
                     dk0, dk1, dv0, dv1, dq_row = _step(
                         sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, dq_row, W
                     )
                     step += 1
+                last_dq(sm, dq_desc, step, dq_row, W)
+            elif problem.TWO_SIDED:
+                head_row = problem.dq_row(batch, first_head)
+                dq_row = head_row
+                for _g in range(problem.group):
+                    for _ in range(stop):
+                        dk0, dk1, dv0, dv1, block = _step(
+                            sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, dq_row, W
+                        )
+                        step += 1
+                        dq_row = head_row + block * 64
+                    head_row += problem.dq_rows
                 last_dq(sm, dq_desc, step, dq_row, W)
             else:
                 head_row = problem.dq_row(batch, first_head)
@@ -615,7 +646,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                     block = receive_number(sm.begin.index(slot))
                     for _ in range(start, stop):
                         masked = (block < full_start) | (block >= full_stop)
-                        dk0, dk1, dv0, dv1, _row = _step(
+                        dk0, dk1, dv0, dv1, _block = _step(
                             sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W
                         )
                         step += 1
@@ -650,7 +681,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
         "first_number",
@@ -659,16 +690,17 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
-    first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr,
+    first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
     group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
     scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
-    ORDERED: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
+    DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
@@ -698,7 +730,7 @@ def backward_keys(
         # initialised barrier, which it does when a time slice ends.
         dq_full = ds_full
         dq_empty = ds_full
-    begin = gl.allocate_shared_memory(gl.int32, [2 * STAGES if TWO_SIDED else STAGES, 1], NUMBER)
+    begin = gl.allocate_shared_memory(gl.int32, [2 * STAGES if DOWN else STAGES, 1], NUMBER)
     if BEGINS:
         begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
     else:
@@ -727,16 +759,15 @@ def backward_keys(
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
-        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DQ_BUFFERS, ACCUMULATE,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
-        num_long = num_tiles  # not read
-        tiles_ptr = first_ptr
+        tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     load_args = (

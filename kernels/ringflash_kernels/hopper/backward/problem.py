@@ -72,9 +72,8 @@ class BackwardProblem:
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
-        num_long: tiles of each head that are launched before the others of any head, if TWO_SIDED.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        in_step, clock_ptr: see `meeting_block` and `begin_walk`; the clock is one int32 with any initial value.
+        in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
     """
 
     min_row: gl.tensor
@@ -96,7 +95,6 @@ class BackwardProblem:
     clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
-    num_long: gl.tensor
     tiles_ptr: gl.tensor
     stretches_ptr: gl.tensor
     scale_log2: gl.tensor
@@ -113,14 +111,12 @@ class BackwardProblem:
 
         Order: section of heads, key tile (the longest first under a causal mask), head within the section.
         """
+        section = index // (self.num_tiles * self.heads_together)
+        rest = index - section * self.num_tiles * self.heads_together
+        tile = rest // self.heads_together
+        head = section * self.heads_together + rest - tile * self.heads_together
         if self.TWO_SIDED:
-            rank, head = self.place(index)
-            tile = gl.load(self.tiles_ptr + rank * 4)
-        else:
-            section = index // (self.num_tiles * self.heads_together)
-            rest = index - section * self.num_tiles * self.heads_together
-            tile = rest // self.heads_together
-            head = section * self.heads_together + rest - tile * self.heads_together
+            tile = gl.load(self.tiles_ptr + tile * 4)
         key = tile * self.BLOCK_N
         heads = self.num_heads // self.group
         first_head = (head % heads) * self.group
@@ -129,23 +125,13 @@ class BackwardProblem:
     @gluon.jit
     def walk(self, index):
         """Return first stretch, number of stretches and number of blocks of a work item under a two-sided mask."""
-        rank, _head = self.place(index)
-        entry = self.tiles_ptr + rank * 4
+        entry = self.tiles_ptr + self.rank(index) * 4
         return gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
     @gluon.jit
-    def place(self, index):
-        """Return rank and head of a work item under a two-sided mask: the long tiles of all heads come first."""
-        heads = self.num_works // self.num_tiles
-        others = index - self.num_long * heads
-        per_section = gl.maximum(self.num_tiles - self.num_long, 1) * self.heads_together
-        section = others // per_section
-        rest = others - section * per_section
-        rank = self.num_long + rest // self.heads_together
-        head = section * self.heads_together + rest % self.heads_together
-        is_long = others < 0
-        rank = gl.where(is_long, index // heads, rank)
-        return rank, gl.where(is_long, index % heads, head)
+    def rank(self, index):
+        """Return the place of the tile of a work item in the order of the launch."""
+        return index % (self.num_tiles * self.heads_together) // self.heads_together
 
     @gluon.jit
     def previous(self, number):
@@ -159,33 +145,25 @@ class BackwardProblem:
         return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2)
 
     @gluon.jit
-    def begin_walk(self, first, count, num_blocks):
-        """Return the stretch and the block at which to start a walk of some blocks, from which it goes down.
+    def next_step(self, number, block, end, masked, first, count):
+        """Return stretch, block, end and kind of the step after `block` in a round over a walk."""
+        block += 1
+        if block == end:
+            number = gl.where(number + 1 == first + count, first, number + 1)
+            block, end, masked = self.stretch(number)
+        return number, block, end, masked
 
-        That is the last one, at which the tiles of a document meet, or for walks of `in_step` blocks or more the one
-        that the clock shows: see `meeting_block`. What shorter walks read stays in L2.
-        """
-        number = gl.maximum(first + count - 1, 0)
-        _begin, end, _masked = self.stretch(number)
-        block = end - 1
-        if (self.in_step != 0) & (num_blocks >= self.in_step):
-            now = gl.cdiv(self.num_rows, self.BLOCK_M) - 1 - self.mean_block()
+    @gluon.jit
+    def meeting_stretch(self, number, block, first, count):
+        """Return the stretch and the block at which to start a round: see `meeting_block`."""
+        if self.in_step != 0:
+            now = self.mean_block()
             for i in range(count):
                 begin, end, _masked = self.stretch(first + i)
                 hit = (begin <= now) & (now < end)
                 number = gl.where(hit, first + i, number)
                 block = gl.where(hit, now, block)
         return number, block
-
-    @gluon.jit
-    def next_of_walk(self, number, block, begin, masked, first, count):
-        """Return stretch, block, begin and kind of the stretch after `block`; the last stretch follows the first."""
-        block -= 1
-        if block < begin:
-            number = gl.where(number == first, first + count, number) - 1
-            begin, end, masked = self.stretch(number)
-            block = end - 1
-        return number, block, begin, masked
 
     @gluon.jit
     def dq_row(self, batch, head):
@@ -265,8 +243,6 @@ class BackwardProblem:
         # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
         steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
         running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
-        if self.TWO_SIDED:  # each block is visited for all heads of a group
-            running *= self.group.to(gl.uint32)
         return (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
 
     @gluon.jit

@@ -360,14 +360,14 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "stats_ptr", "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
+        "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
         "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works",
         "first_shift", "stop_shift",
     ]
 )  # fmt: skip
 def backward_queries(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc, ends_desc,
-    stats_ptr, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,
+    stats_ptr, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,
     num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, first_shift, stop_shift, scale_log2,
     softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, SLOTS: gl.constexpr,
@@ -406,7 +406,6 @@ def backward_queries(
     else:
         begin = full  # not read
         ends = full
-        num_long = num_tiles
         tiles_ptr = first_ptr
         stretches_ptr = first_ptr
     sm = QueryShared(
@@ -418,7 +417,7 @@ def backward_queries(
         num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
-        first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, False,
+        first_ptr, stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, False,
         64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()

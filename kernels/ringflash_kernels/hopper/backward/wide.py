@@ -121,10 +121,12 @@ def _load_wide(
             tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
         if problem.TWO_SIDED:
-            number, block = problem.begin_walk(first, count, stop)
-            begin, _end, masked = problem.stretch(number)
-            for _ in range(stop):
-                for g in range(problem.group):
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)
                     mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                     send_number(sm.begin.index(slot), block * 2 + masked)
@@ -132,9 +134,9 @@ def _load_wide(
                         sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
                     step += 1
                     problem.tick(step)
-                number, block, begin, masked = problem.next_of_walk(number, block, begin, masked, first, count)
         else:
             block = start
             for g in range(problem.group):
@@ -370,14 +372,14 @@ def _consume_gradients(sm, problem, dk_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
     ]
 )  # fmt: skip
 def backward_wide(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dk_desc, dv_desc,
-    begins_desc, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
+    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, in_step, clock_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, VALUE_REST: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr,
@@ -434,13 +436,12 @@ def backward_wide(
         ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
-        num_long = num_tiles  # not read
-        tiles_ptr = first_ptr
+        tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        num_long, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 64,
+        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 64,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -615,7 +615,7 @@ def forward_kernel(
     """Attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
-    pointers = Pointers(lse, start, stop, table, stretches, counter)
+    pointers = Pointers(lse, start, stop, None, table, stretches, counter)
     q = pair(q_desc, q_desc1, V)
     k = pair(k_desc, k_desc1, V)
     v = value_pair(v_desc, v_desc1, V)

@@ -211,7 +211,7 @@ class _Products(host.HopperBackward):
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
-        begins, *tables = self._tables(mask, hop, dk.device, BLOCK_K, heads_together)
+        begins, *tables, _ = self._tables(mask, hop, dk.device, BLOCK_K)
         _KEYS(
             (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
             num_tiles * num_groups,
@@ -223,7 +223,7 @@ class _Products(host.HopperBackward):
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            self._in_step(hop, group), self.clock, 1.0, 1.0,
+            int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
             STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,

@@ -141,10 +141,12 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
         if problem.TWO_SIDED:
-            number, block = problem.begin_walk(first, count, stop)
-            begin, _end, masked = problem.stretch(number)
-            for _ in range(stop):
-                for g in range(problem.group):
+            number = first
+            block, end, masked = problem.stretch(number)
+            for g in range(problem.group):
+                number, block = problem.meeting_stretch(number, block, first, count)
+                _begin, end, masked = problem.stretch(number)
+                for _ in range(stop):
                     slot, parity = slot_of(step, sm.STAGES)
                     mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                     send_number(sm.begin.index(slot), block * 2 + masked)
@@ -152,9 +154,9 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
                         sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
                         batch, first_head + g, block, step,
                     )  # fmt: skip
+                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
                     step += 1
                     problem.tick(step)
-                number, block, begin, masked = problem.next_of_walk(number, block, begin, masked, first, count)
         else:
             block = start
             for g in range(problem.group):
@@ -410,8 +412,6 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             scale_ptr = scales.q_ptr + (batch * problem.num_heads + first_head) * scales.q_blocks
             dq_row = head_row + start * 64
             kept = 0  # blocks whose products the registers hold
-            first_scale = scale_ptr
-            g = 0
             for _g in range(problem.group):
                 if problem.TWO_SIDED:
                     block = 0
@@ -436,16 +436,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                         dq_row, W,
                     )  # fmt: skip
                     step += 1
-                    if problem.TWO_SIDED:  # the heads of a group take turns
-                        dq_row = head_row + g * problem.dq_rows + block * 64
-                        g = gl.where(g + 1 == problem.group, 0, g + 1)
-                        scale_ptr = first_scale + g * scales.q_blocks
-                    else:
-                        dq_row = head_row + block * 64
+                    dq_row = head_row + block * 64
+                    if not problem.TWO_SIDED:
                         block = problem.next_block(block, start, stop)
-                if not problem.TWO_SIDED:
-                    head_row += problem.dq_rows
-                    scale_ptr += scales.q_blocks
+                head_row += problem.dq_rows
+                scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, of_tile[3], W)
         if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
@@ -469,7 +464,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 @gluon.jit(
     do_not_specialize=[
         "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
-        "first_ptr", "stop_ptr", "num_long", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
+        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
     ]
@@ -477,7 +472,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 def backward_keys_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
-    begins_desc, first_ptr, stop_ptr, num_long, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
+    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, in_step, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
@@ -532,12 +527,11 @@ def backward_keys_fp8(
         D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
-        num_long = num_tiles  # not read
-        tiles_ptr = first_ptr
+        tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr, num_long,
+        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
         tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)

@@ -114,8 +114,8 @@ class Fp8Variant:
 
     @property
     def ends_bytes(self) -> int:
-        """Bytes of the ends that arrive with a record."""
-        return 4 * self.tiles.block_n if self.mask == "ends" else 0
+        """Bytes of the ends that arrive with a record; at head_dim 256, fp32 results leave no room for them."""
+        return 4 * self.tiles.block_n if self.mask == "ends" and not (self.resume and len(self.tiles.parts) == 2) else 0
 
     @property
     def slack(self) -> float:
@@ -193,7 +193,7 @@ def load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, 
     mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes + V.ends_bytes)
     tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
     load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
-    if V.mask == "ends":
+    if V.ends_bytes:
         tma_load(ends_desc, [0, block * V.tiles.block_n], full, shared.ends.index(index))
     if is_first:
         load_q(q_desc, shared, barriers, tile, count, V)
@@ -569,7 +569,7 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
     ticket = tickets(V)
-    if V.mask == "ends":
+    if V.ends_bytes:
         ends = gl.allocate_shared_memory(gl.int32, [STAGES] + ends_desc.block_shape, ends_desc.layout)
     else:
         ends = 0
@@ -578,14 +578,14 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
 
 @gluon.jit(
     do_not_specialize=[
-        "lse", "start", "stop", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
+        "lse", "start", "stop", "ends", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
         "num_heads", "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
         "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
     q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc, ends_desc,
-    lse, start, stop, table, stretches, counter, q_scales, row_max,
+    lse, start, stop, ends, table, stretches, counter, q_scales, row_max,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
@@ -593,7 +593,7 @@ def forward_fp8(
     """FP8 attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
-    pointers = Pointers(lse, start, stop, table, stretches, counter)
+    pointers = Pointers(lse, start, stop, ends, table, stretches, counter)
     q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
     q = pair(q_desc, q_desc, V)
     o = pair(o_desc, o_desc, V)
@@ -680,7 +680,7 @@ def build_launch(
     """
     first, end = mask.q_span
     span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
-    ends = start = stop = table = stretches = None
+    ends_of_blocks = ends = start = stop = table = stretches = None
     lower = upper = 0
     region = mask.regions[0]
     if len(mask.regions) == 1 and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
@@ -701,14 +701,16 @@ def build_launch(
         table = tile_table(mask, q8.device, variant.tiles.rows, span)
     elif kind == "ends":
         ends, start, stop = limits(mask, q8.device, variant.tiles.rows, span)
-        ends = block_descriptor(ends, (1, BLOCK_K))
-        table, stretches, _ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
+        if variant.ends_bytes:
+            ends_of_blocks, ends = block_descriptor(ends, (1, BLOCK_K)), None
+        table, stretches, *_ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
-        ends, lse, start, stop, table, stretches, counter, q_scales, lse if row_max is None else row_max,
+        ends_of_blocks, lse, start, stop, ends, table, stretches, counter,
+        q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
