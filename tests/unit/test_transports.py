@@ -99,6 +99,10 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
         opened = transport.open_transport(transport.UNDECIDED, group)
         assert transport.transport_name(opened) == chosen
         assert transport.choose_transport("auto", group, GPU) == chosen
+        with mock.patch.object(plan, "known_split", lambda group: HostSplit(1, 2)):
+            call = CallOptions(group), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
+            assert plan._choose_algorithm(call[0], "hopper", call[1])[1] == chosen
+            assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "nccl"
         assert transport.open_transport(chosen, group) is opened
 
 
@@ -116,7 +120,7 @@ def test_transport_argument_names_algorithms_too(name: str, algorithm: object, m
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
         mock.patch.object(plan, "known_split", lambda group: HostSplit(2, 2)),
     ):
-        assert plan._choose_algorithm(CallOptions(group, transport=name), shape)[:2] == (algorithm, moved_by)
+        assert plan._choose_algorithm(CallOptions(group, transport=name), "hopper", shape)[:2] == (algorithm, moved_by)
 
 
 def test_auto_says_why_it_does_without_the_copy_engine() -> None:
