@@ -4,7 +4,7 @@
     distributed: {cp_size: 8}
 
 Automodel asks a model how it cuts a batch. Here it is cut by zigzags, Automodel's own round-robin order; documents are
-those that positions tell. Loss and gradients stay the recipe's. docs/guides/other-trainers.md has the rest.
+those that positions tell. Loss and gradients stay the recipe's. docs/other-trainers.md has the rest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""axolotl on a ring: copy this file next to your YAML (docs/guides/other-trainers.md), and name it and the size there.
+"""axolotl on a ring: copy this file next to your YAML (docs/other-trainers.md), and name it and the size there.
 
     plugins: [axolotl_ring.RingPlugin]
     ringflash_size: 8

@@ -1,4 +1,4 @@
-"""ms-swift's `swift sft` and `swift pt` on a ring: copy this file (docs/guides/other-trainers.md).
+"""ms-swift's `swift sft` and `swift pt` on a ring: copy this file (docs/other-trainers.md).
 
     export ACCELERATE_USE_PARALLELISM_CONFIG=true PARALLELISM_CONFIG_CP_BACKEND=ringflash PARALLELISM_CONFIG_CP_SIZE=8
     NPROC_PER_NODE=8 swift sft --external_plugins swift_ring.py --use_logits_to_keep false --attn_impl eager ...

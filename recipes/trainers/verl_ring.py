@@ -1,4 +1,4 @@
-"""verl's FSDP engines on a ring, in place of Ulysses: copy this file (docs/guides/other-trainers.md).
+"""verl's FSDP engines on a ring, in place of Ulysses: copy this file (docs/other-trainers.md).
 
     export PYTHONPATH=$PWD VERL_USE_EXTERNAL_MODULES=verl_ring
     python -m verl.trainer.main_ppo actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 ...

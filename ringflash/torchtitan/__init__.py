@@ -5,7 +5,7 @@
 
 torchtitan all-gathers the keys of the whole sequence for flex attention. `ring_attention` replaces each flex attention
 in the configuration, before the model is built. torchtitan still cuts the sequence; its loss, positions, checkpoints
-and other parallelism are unchanged. docs/guides/torchtitan.md says what is refused.
+and other parallelism are unchanged. docs/torchtitan.md says what is refused.
 """
 
 from __future__ import annotations
