@@ -261,6 +261,26 @@ def eager() -> str:
     return _table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", f"eagerly, fast host ({fast})"], rows)
 
 
+def recorded_calls() -> str:
+    """Tabulate short rows on two GPUs before and after calls of one form were recorded, in one lease."""
+    columns = {}
+    for file, name in (
+        ("ring_host_before_2xh100", COPY_ENGINE),
+        ("ring_host_2xh100", COPY_ENGINE),
+        ("ring_host_2xh100", GRAPH),
+    ):
+        commit = _load(file)["environment"]["commit"]
+        columns[f"{'from a CUDA graph' if name == GRAPH else 'eagerly'} ({commit})"] = file, name
+    rows = [
+        [
+            f"{int(tokens) // 1024}k, {heads}",
+            *(_both(file, tokens, "causal", name, heads) for file, name in columns.values()),
+        ]
+        for tokens, heads in (("4096", "32/8 heads of 128"), ("8192", "32/32 heads of 128"))
+    ]
+    return _table(["tokens a GPU, heads", *columns], rows)
+
+
 def ring_fp8() -> str:
     """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
     mask = "causal, hopper_fp8 with backward fp8_scores"
@@ -365,6 +385,7 @@ SUMMARIES = {
         "ring_aims": aims,
         "ring_beside": ring,
         "ring_eager": eager,
+        "recorded_calls": recorded_calls,
         "training_steps": training,
     },
     "docs/decisions/0001-environment.md": {"tritons": tritons},
