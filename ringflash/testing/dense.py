@@ -31,9 +31,9 @@ def visible(
         stops = torch.tensor(bounds[1:], device=query.device)
         documents = [torch.bucketize(x, stops, right=True) for x in (query, key)]
         own = documents[0][:, None] == documents[1][None]
-        ancestors, begins = _paths(bounds, parents)
-        on_path = own | ancestors.to(query.device)[documents[0]][:, documents[1]]
-        shift = (begins - torch.tensor(bounds[:-1])).to(query.device)
+        ancestors, begins = _paths(bounds, parents, query.device)
+        on_path = own | ancestors[documents[0]][:, documents[1]]
+        shift = begins - torch.tensor(bounds[:-1], device=query.device)
         query, key = (x + shift[document] for x, document in zip((query, key), documents, strict=True))
     distance = key[None, :] - query[:, None]
     left, right = window_size
@@ -62,10 +62,10 @@ def _rows(
     return list(cu_seqlens), [-1] * count, [False] * count  # type: ignore[arg-type]
 
 
-def _paths(bounds: list[int], parents: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _paths(bounds: list[int], parents: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which documents each document continues, directly or not, and the tokens of these before it."""
-    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-    lengths = torch.tensor(bounds).diff()
+    ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool, device=device)
+    lengths = torch.tensor(bounds, device=device).diff()
     for document, parent in enumerate(parents):
         if parent >= 0:
             ancestors[document] = ancestors[parent]

@@ -154,7 +154,8 @@ def test_a_wheel_holds_recipes_and_launchers(newcomer: Newcomer) -> None:
 
 def test_targets_of_make(newcomer: Newcomer) -> None:
     targets = set(re.findall(r"make ([a-z-]+)", README + CONTRIBUTING))
-    tests = {"test", "test-all", "test-newest", "test-gpu", "test-multi-gpu"}
+    trainers = {"test-frameworks", "test-megatron", "test-torchtitan"}
+    tests = {"test", "test-all", "test-newest", "test-gpu", "test-multi-gpu", *trainers}
     assert targets == {"train", "docs", "figures", "format", "lint", *tests}
     for target in sorted(targets):
         assert newcomer.types(f"make -n {target}")
