@@ -29,6 +29,7 @@ from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, copy_engine
 from ringflash.sequence.mask import Documents, SequenceMask
+from tests.multi_gpu.test_ring_on_gpus import over
 
 GPU = torch.device("cuda")
 
@@ -103,6 +104,8 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
             call = CallOptions(group), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
             assert plan._choose_algorithm(call[0], "hopper", call[1])[1] == chosen
             assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "nccl"
+            with over("copy_engine"):  # tests on GPUs take the transport that they name
+                assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "copy_engine"
         assert transport.open_transport(chosen, group) is opened
 
 
