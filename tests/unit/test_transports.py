@@ -433,3 +433,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     decided[0], other = Algorithm.GATHER, object()
     alive[:] = [other]
     assert ask(group=other) == 11 and len(plan.planned) == 1
+    for bound in range(1, 60):  # packed data have other documents in each step
+        ask(group=other, documents=Documents((0, bound, 64)))
+    assert len(plan.planned) <= schedule.plan_gather.cache_parameters()["maxsize"] + 1
+    assert ask(group=other) == 11 + 59  # and calls without documents keep theirs
