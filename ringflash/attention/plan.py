@@ -183,8 +183,9 @@ class CallPlan:
         return RingOfHops(hops, channel, *how)
 
 
-planned: dict[Hashable, CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+planned: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
 _MAX_PLANNED = 32
+_MAX_PACKED = 8  # as in `schedule`: those of documents hold bounds in device memory, and are others in each step
 
 
 def plan_again(
@@ -208,8 +209,9 @@ def plan_again(
         if UNDECIDED not in (plan.algorithm, plan.transport):
             for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
                 del planned[old]  # its group has been destroyed
-            if len(planned) == _MAX_PLANNED:
-                del planned[next(iter(planned))]
+            alike = [old for old in planned if (old[1] is None) == (cu_seqlens is None)]
+            if len(alike) == (_MAX_PLANNED if cu_seqlens is None else _MAX_PACKED):
+                del planned[alike[0]]
             planned[key] = plan
     return plan
 

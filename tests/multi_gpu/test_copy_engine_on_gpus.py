@@ -6,10 +6,6 @@ torch on the same GPUs. A graph of a forward and backward is captured once and r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,24 +18,17 @@ from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup
-from tests.multi_gpu.test_ring_on_gpus import SECTIONS, in_sections, suited
+from tests.multi_gpu.test_ring_on_gpus import SECTIONS, in_sections, over, suited
 
 pytestmark = pytest.mark.multi_gpu
 
 CHUNKS = (160, 96, 512)  # tokens
 
 
-@contextmanager
-def over_it() -> Iterator[None]:
-    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine")
-    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
-        yield
-
-
 def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> list[Ratio]:
     """Return what every case spends of its budget."""
     spent: list[Ratio] = []
-    with over_it():
+    with over("copy_engine"):
         for number, case in enumerate(cases):
             beside = dist.all_reduce(torch.ones(1 << 20, device=ctx.device), group=ctx.group, async_op=True)
             spent += ring_check.measure(ctx, case, CHUNKS[number % len(CHUNKS)], dtype, impl)
@@ -49,7 +38,7 @@ def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> 
 
 
 def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
-    with over_it():
+    with over("copy_engine"):
         return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
 
 

@@ -8,7 +8,6 @@ keys make up most of a row: were all alike, a few lost tiles would not show.
 from __future__ import annotations
 
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from tests.helpers import tolerance
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
+from tests.multi_gpu.test_ring_on_gpus import over
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -102,8 +102,7 @@ def measure(ctx: Context, transport: str, tokens: int, num_heads: int, num_kv_he
     places = [ringflash.local_positions(tokens, ctx.size, rank).to(ctx.device) for rank in range(ctx.size)]
     mine = places[ctx.rank]
     shards = [x[mine][None].requires_grad_() for x in (q, k, v)]
-    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport)
-    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
+    with over(transport):
         out, lse = ringflash.ring_attention(*shards, group=ctx.group, softmax_scale=SCALE, return_lse=True, impl=impl)
         dq, dk, dv = torch.autograd.grad(out, shards, dout[mine][None])
     out, lse = out.detach(), lse.detach()

@@ -81,8 +81,12 @@ def measure_in_sections(ctx: Context, transport: str, turns: bool, *args: Any) -
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
-    choice = mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport)
-    with choice, mock.patch.dict("ringflash.attention.plan.planned", clear=True):
+    """All calls take this transport, with kernels for which "auto" would take another as well."""
+    with (
+        mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport),
+        mock.patch("ringflash.attention.plan._checked", lambda chosen, _: chosen),
+        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+    ):
         yield
 
 

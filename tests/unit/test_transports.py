@@ -29,6 +29,7 @@ from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, copy_engine
 from ringflash.sequence.mask import Documents, SequenceMask
+from tests.multi_gpu.test_ring_on_gpus import over
 
 GPU = torch.device("cuda")
 
@@ -103,6 +104,8 @@ def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception 
             call = CallOptions(group), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
             assert plan._choose_algorithm(call[0], "hopper", call[1])[1] == chosen
             assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "nccl"
+            with over("copy_engine"):  # tests on GPUs take the transport that they name
+                assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "copy_engine"
         assert transport.open_transport(chosen, group) is opened
 
 
@@ -430,3 +433,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     decided[0], other = Algorithm.GATHER, object()
     alive[:] = [other]
     assert ask(group=other) == 11 and len(plan.planned) == 1
+    for bound in range(1, 60):  # packed data have other documents in each step
+        ask(group=other, documents=Documents((0, bound, 64)))
+    assert len(plan.planned) <= schedule.plan_gather.cache_parameters()["maxsize"] + 1
+    assert ask(group=other) == 11 + 59  # and calls without documents keep theirs
