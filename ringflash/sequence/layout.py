@@ -210,7 +210,9 @@ def unshard_sequence(
         check_layout(x.shape[dim], 1, layout, bounds)
         _check_gradient(gradient)
         return x
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _check_gradient(gradient)
+    else:
         _compare_shards(x, group, dim, layout, bounds, gradient)
     return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
 
