@@ -120,7 +120,7 @@ def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     bounds = shifts = cu_seqlens
     if cu_seqlens.dim() > 1:
         bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
-        shifts = torch.tensor(paths_of(documents.bounds, documents.parents).shifts)
+        shifts = torch.tensor(paths_of(documents.bounds, documents.parents).shifts, device="cpu")
     bounds, shifts = (x.to(positions.device, positions.dtype) for x in (bounds, shifts))
     document = torch.searchsorted(bounds, positions, right=True) - 1
     return positions - shifts[document.clamp(min=0)]

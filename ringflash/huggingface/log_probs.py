@@ -139,4 +139,4 @@ def _length(input_ids: Tensor, cu_seqlens: Tensor | None) -> int:
     """Return the largest position of the user's batch as transformers counts them, with its padding, plus 1."""
     if cu_seqlens is None:
         return input_ids.shape[1]
-    return 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())
+    return 1 + int(within_documents(torch.arange(input_ids.shape[1], device="cpu"), cu_seqlens).max())

@@ -309,7 +309,7 @@ class _Unshard(torch.autograd.Function):
         gradient: str,
     ) -> torch.Tensor:  # fmt: skip
         ctx.group, ctx.dim, ctx.layout, ctx.gradient = group, dim, layout, gradient
-        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows)
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows, device="cpu")
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)
