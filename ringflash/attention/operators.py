@@ -141,7 +141,8 @@ def _make_record(number: int, cu_seqlens: Tensor | None, documents: Documents | 
 def _read_record(record: Tensor) -> tuple[int, Documents | None]:
     """Return the number of a forward, and its documents."""
     number, num_rows, *values = record.tolist()
-    return number, Documents.from_rows(torch.tensor(values, device="cpu").view(num_rows, -1).tolist()) if num_rows else None
+    rows = torch.tensor(values, device="cpu").view(max(1, num_rows), -1)
+    return number, Documents.from_rows(rows.tolist()) if num_rows else None
 
 
 ring_attention_backward = torch.library.custom_op(
