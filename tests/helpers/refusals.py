@@ -215,7 +215,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "cu_seqlens_long": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
     "cu_seqlens_dtype": Refusal(
-        "ValueError", "be 1-D int32, got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
+        "ValueError", "be 1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
     ),
     "cu_seqlens_scalar": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: n)),
     "cu_seqlens_matrix": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
