@@ -194,10 +194,16 @@ def without_directions(cu_seqlens: Tensor | None) -> Tensor | None:
     """Return a table without bidirectional documents, made once for the layers of a forward."""
     if cu_seqlens is None or cu_seqlens.dim() == 1:
         return cu_seqlens
+    if cu_seqlens.is_inference():  # has no version
+        return _without_directions(cu_seqlens)
     known = _causal.get(id(cu_seqlens))
     if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
         _causal.clear()
-        table = cu_seqlens.clone()
-        table[2] = 0
-        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, table)
+        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _without_directions(cu_seqlens))
     return known[2]
+
+
+def _without_directions(table: Tensor) -> Tensor:
+    causal = table.clone()
+    causal[2] = 0
+    return causal

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import ringflash
 from ringflash.attention import schedule
-from ringflash.huggingface.spans import spans_fit
+from ringflash.huggingface.spans import spans_fit, without_directions
 from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import SequenceMask
 
@@ -94,6 +94,17 @@ def test_spans_are_those_of_transformers(window: int | None) -> None:
     documents = read_documents(ringflash.span_documents(ids))
     mask = SequenceMask(120, True, (-1 if window is None else window - 1, -1), *documents)
     assert torch.equal(schedule.build(mask, 1, 0, "contiguous").hops[0].mask.dense(), want)
+
+
+def test_tables_without_spans() -> None:
+    """Made once for a table, and again after a change in place; also in inference mode, which counts no changes."""
+    table = ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))
+    causal = without_directions(table)
+    assert causal.tolist() == [[0, 1, 3, 4], [-1, 0, 1, -1], [0] * 4] and without_directions(table) is causal
+    table[0, 1] = 2
+    assert without_directions(table)[0].tolist() == [0, 2, 3, 4]
+    with torch.inference_mode():
+        assert torch.equal(without_directions(ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))), causal)
 
 
 def test_prefix_lm_is_that_of_paligemma() -> None:
