@@ -179,11 +179,11 @@ class Mask:
 
     def _count(self, rows: int = 1024) -> int:
         """Count the pairs that intervals and ends make visible."""
-        (start, stop), end, keys = self.bounds(), self.ends(), torch.arange(self.seqlen_k)
+        (start, stop), end, keys = self.bounds(), self.ends(), torch.arange(self.seqlen_k, device="cpu")
         total = 0
         for first in range(0, self.seqlen_q, rows):
             part = slice(first, min(first + rows, self.seqlen_q))
-            index = torch.arange(part.start, part.stop)[:, None]
+            index = torch.arange(part.start, part.stop, device="cpu")[:, None]
             inside = (keys >= start[part, None]) & (keys < stop[part, None]) & (index < end)
             total += int(inside.sum())
         return total
@@ -245,8 +245,8 @@ class Mask:
         return visible
 
     def _host_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        start = torch.full((self.seqlen_q,), self.seqlen_k, dtype=torch.int64)
-        stop = torch.zeros(self.seqlen_q, dtype=torch.int64)
+        start = torch.full((self.seqlen_q,), self.seqlen_k, dtype=torch.int64, device="cpu")
+        stop = torch.zeros(self.seqlen_q, dtype=torch.int64, device="cpu")
         if self.regions:
             rows, first, last = _expand(self.regions)
             start.scatter_reduce_(0, rows, first, "amin")
@@ -285,8 +285,8 @@ def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torc
     finite = [-far if x is None else x for x in lowers], [far if x is None else x for x in uppers]
     q_start, q_stop, k_start, k_stop, lower, upper = (torch.tensor(x, device="cpu") for x in (*sides, *finite))
     lengths = q_stop - q_start
-    region = torch.repeat_interleave(torch.arange(len(regions)), lengths)
-    rows = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[region] + q_start[region]
+    region = torch.repeat_interleave(torch.arange(len(regions), device="cpu"), lengths)
+    rows = torch.arange(int(lengths.sum()), device="cpu") - (lengths.cumsum(0) - lengths)[region] + q_start[region]
     first = torch.maximum(k_start[region], rows + lower[region])
     last = torch.minimum(k_stop[region], rows + upper[region] + 1)
     return rows, first, last

@@ -21,7 +21,8 @@ class BatchRows(NamedTuple):
     indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
     length: largest position in the batch as transformers counts them, plus 1.
     columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
-    places: as the input_ids before `share_rows`, int64, row of each token among those that it left, or -1; else None.
+    places: as the input_ids before `share_rows`, int64, row of each labelled token among those that it left, or -1 for
+        others; None without it.
     """
 
     input_ids: Tensor
@@ -108,6 +109,7 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
             "labels must be the next tokens with share_prefixes, got others; leave them out, or share_prefixes."
         )
     wanted[0, used] = labels[labelled]
+    places[~labelled] = -1  # also if another row has a label at the shared token
     device = rows.input_ids.device
     return rows._replace(
         input_ids=packed.input_ids.to(device), labels=wanted.to(device), cu_seqlens=packed.cu_seqlens, columns=None,

@@ -109,6 +109,8 @@ def attend(
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
     if isinstance(cu_seqlens, Sequence):
+        if not torch.compiler.is_compiling():  # ranks with other rows would pair them with those of their next call
+            agree(options.group, {"rows of cu_seqlens": len(cu_seqlens)}, device=q.device)
         rows = [
             attend(
                 a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
@@ -191,8 +193,13 @@ def explain(
     On GPUs the transport "auto" is shown as "copy_engine or nccl", and the algorithm as "gather or by_host", until the
     first call of the group decides.
 
-    Args: as `ring_attention`.
+    Args: as `ring_attention`; of a list of cu_seqlens, give one row and its bounds.
     """
+    if isinstance(cu_seqlens, Sequence):
+        raise ValueError(
+            f"cu_seqlens must be a tensor, got a list of {len(cu_seqlens)}, whose rows are calls of their own; explain "
+            "one row at a time."
+        )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides

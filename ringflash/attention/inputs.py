@@ -176,8 +176,8 @@ def documents_of(cu_seqlens: Tensor, q: Tensor) -> Documents:
     """
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"cu_seqlens must be 1-D int32, got {cu_seqlens.dim()}-D {cu_seqlens.dtype}; "
-            "pass torch.tensor([0, ...], dtype=torch.int32)."
+            f"cu_seqlens must be 1-D int32, or an int32 table of ringflash.document_table, got {cu_seqlens.dim()}-D "
+            f"{cu_seqlens.dtype}; pass cu_seqlens.int()."
         )
     if q.shape[0] != 1:
         raise ValueError(f"batch must be 1 with cu_seqlens, got {q.shape[0]}; pack the documents into one sequence.")

@@ -133,15 +133,16 @@ def _gradients(
 def _make_record(number: int, cu_seqlens: Tensor | None, documents: Documents | None) -> Tensor:
     """Return what the backward reads of a forward: its number, the number of rows of cu_seqlens, and their values."""
     if cu_seqlens is None or documents is None:
-        return torch.tensor((number, 0), dtype=torch.int64)
+        return torch.tensor((number, 0), dtype=torch.int64, device="cpu")
     rows = documents.rows[: 3 if cu_seqlens.dim() == 2 else 1]
-    return torch.tensor((number, len(rows), *chain(*rows)), dtype=torch.int64)
+    return torch.tensor((number, len(rows), *chain(*rows)), dtype=torch.int64, device="cpu")
 
 
 def _read_record(record: Tensor) -> tuple[int, Documents | None]:
     """Return the number of a forward, and its documents."""
     number, num_rows, *values = record.tolist()
-    return number, Documents.from_rows(torch.tensor(values).view(num_rows, -1).tolist()) if num_rows else None
+    rows = torch.tensor(values, device="cpu").view(max(1, num_rows), -1)
+    return number, Documents.from_rows(rows.tolist()) if num_rows else None
 
 
 ring_attention_backward = torch.library.custom_op(

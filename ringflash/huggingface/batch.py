@@ -61,7 +61,7 @@ def prepare_batch(
             padding before a token, or with labels. On this rank only: nothing is sent.
     """
     if block_sequence_ids is not None:
-        cu_seqlens = span_documents(block_sequence_ids.flatten(), cu_seqlens)
+        cu_seqlens = span_documents(block_sequence_ids, cu_seqlens)
     if labels is not None:  # only to find out whether they are shifted
         successors = token_loss.shift_labels(input_ids)
     else:
@@ -120,14 +120,14 @@ def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     bounds = shifts = cu_seqlens
     if cu_seqlens.dim() > 1:
         bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
-        shifts = torch.tensor(paths_of(documents.bounds, documents.parents).shifts)
+        shifts = torch.tensor(paths_of(documents.bounds, documents.parents).shifts, device="cpu")
     bounds, shifts = (x.to(positions.device, positions.dtype) for x in (bounds, shifts))
     document = torch.searchsorted(bounds, positions, right=True) - 1
     return positions - shifts[document.clamp(min=0)]
 
 
 def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
-    """Return the starts of documents that do not continue the previous one, and so do not see its padding.
+    """Return the starts of documents after padding that they do not see: it is at the end of none that they continue.
 
     Raises:
         ValueError: padding in a bidirectional document.
@@ -140,9 +140,10 @@ def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
             "attention_mask must be 1 in bidirectional documents, whose tokens see all of it, got padding; make it a "
             "document of its own (ringflash.pad_sequence)."
         )
-    parents = documents.parents or (-1,) * len(both)
-    starts = [start for i, start in enumerate(documents.bounds[:-1]) if parents[i] != i - 1]
-    return torch.tensor(starts, dtype=torch.int64, device=mask.device)
+    starts = torch.tensor(documents.bounds[:-1], device="cpu")
+    parents = torch.tensor(documents.parents or (-1,) * len(both), device="cpu")
+    ends = torch.tensor(documents.bounds[1:], device="cpu")[parents] - 1
+    return starts[(parents < 0) | (mask[0].cpu()[ends] != 0)].to(mask.device)
 
 
 def _checksum(*shared: Tensor) -> Tensor:

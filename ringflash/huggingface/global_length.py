@@ -79,17 +79,17 @@ def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         )
     if length is not None:  # the layout's padding has no part in it
         position_ids = torch.clamp(position_ids, max=length - 1)
+    longest = position_ids.amax(-1, keepdim=True)
+    if length is not None:  # of padding in the user's batch, too, which may be left out of position_ids
+        longest = torch.full_like(longest, length - 1)
     if group is not None:
-        longest = position_ids.amax(-1, keepdim=True)
-        if length is not None:  # of padding in the user's batch, too, which is left out of position_ids
-            longest = torch.full_like(longest, length - 1)
         grown = longest.new_full(longest.shape, _grown_to(module, *args[2:], **kwargs) - 1)
         found = torch.stack([longest, grown])
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         longest, grown = found
         from_growth = longest + 1 >= getattr(module, "original_max_seq_len", 0)
         longest = torch.where(from_growth, longest.maximum(grown), longest)
-        position_ids = torch.cat([position_ids, longest], -1)
+    position_ids = torch.cat([position_ids, longest], -1)
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": position_ids}
     return (args[0], position_ids, *args[2:]), kwargs
@@ -108,7 +108,7 @@ def _grown_to(module: Any, layer_type: str | None = None, **_: Any) -> int:
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-    if module._ringflash.group is None:  # type: ignore[union-attr]
+    if module._ringflash.group is None and module._ringflash_inputs.length is None:  # type: ignore[union-attr]
         return None
     return angles[:, :-1] if isinstance(angles, Tensor) else tuple(x[:, :-1] for x in angles)
 

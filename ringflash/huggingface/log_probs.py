@@ -63,12 +63,15 @@ def log_probs(
     """
     batch, real, rows, problem = None, None, None, None
     try:
+        if cu_seqlens is not None:
+            check_cu_seqlens(read_documents(cu_seqlens).bounds, input_ids.shape[1])
         if share_prefixes:
             packed, rows = _pack(input_ids, attention_mask, cu_seqlens, int(share_prefixes))
             tokens, labels = packed.input_ids.to(input_ids.device), packed.labels.to(input_ids.device)
             batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
             batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)
+        batch["length"] = _length(input_ids, cu_seqlens)
     except (ValueError, NotImplementedError) as error:
         problem = error
     call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
@@ -92,7 +95,6 @@ def _pack(
     bounds: Sequence[int] = range(0, input_ids.numel() + 1, size)
     if cu_seqlens is not None:
         bounds = read_documents(cu_seqlens).plain_bounds("share_prefixes")
-        check_cu_seqlens(tuple(bounds), size)
     tokens, is_token = input_ids.flatten().cpu(), mask.flatten().cpu() != 0
     spans = [(start, start + int(is_token[start:stop].sum())) for start, stop in pairwise(bounds)]
     packed = pack([tokens[start:stop] for start, stop in spans if start < stop], min_shared=min_shared)
@@ -128,7 +130,13 @@ def _prepare(
         tokens, group=group, cu_seqlens=bounds, labels=labels, attention_mask=mask, layout=layout,
         position_ids=positions,
     )  # fmt: skip
+    if cu_seqlens is not None:
+        batch["columns"] = batch["position_ids"]
+    return batch, columns[0] >= 0
+
+
+def _length(input_ids: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return the largest position of the user's batch as transformers counts them, with its padding, plus 1."""
     if cu_seqlens is None:
-        return {**batch, "length": input_ids.shape[1]}, columns[0] >= 0
-    length = 1 + int(within_documents(torch.arange(input_ids.shape[1]), cu_seqlens).max())
-    return {**batch, "length": length, "columns": batch["position_ids"]}, columns[0] >= 0
+        return input_ids.shape[1]
+    return 1 + int(within_documents(torch.arange(input_ids.shape[1], device="cpu"), cu_seqlens).max())

@@ -151,7 +151,8 @@ def say_of_other_layers(masks: Any) -> Any:
 def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return a bool scalar: the spans of a shard are the bidirectional documents of cu_seqlens. The host reads no ids.
 
-    Numbers are those of the spans in the shard, or all 0 if each tree of documents has one span at most.
+    Numbers are those of the spans in the shard, or all 0 if each tree of documents has one span at most. Neighbouring
+    spans are one to a model, so documents in which one continues the other do not fit.
 
     Args:
         ids: (1, seqlen_local), as `LayerSpans`.
@@ -160,6 +161,9 @@ def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tens
     documents = None if cu_seqlens is None else read_documents(cu_seqlens)
     if documents is None or documents.bidirectional is None:
         return (ids < 0).all()
+    both = documents.bidirectional
+    if any(both[i] and i and both[i - 1] and parent == i - 1 for i, parent in enumerate(documents.parents or ())):
+        return ids.new_zeros((), dtype=torch.bool)
     bounds = torch.tensor(documents.bounds, device=positions.device)
     document = torch.searchsorted(bounds, positions, right=True) - 1
     inside = torch.tensor(documents.bidirectional, device=positions.device)[document]
@@ -190,10 +194,16 @@ def without_directions(cu_seqlens: Tensor | None) -> Tensor | None:
     """Return a table without bidirectional documents, made once for the layers of a forward."""
     if cu_seqlens is None or cu_seqlens.dim() == 1:
         return cu_seqlens
+    if cu_seqlens.is_inference():  # has no version
+        return _without_directions(cu_seqlens)
     known = _causal.get(id(cu_seqlens))
     if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
         _causal.clear()
-        table = cu_seqlens.clone()
-        table[2] = 0
-        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, table)
+        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _without_directions(cu_seqlens))
     return known[2]
+
+
+def _without_directions(table: Tensor) -> Tensor:
+    causal = table.clone()
+    causal[2] = 0
+    return causal

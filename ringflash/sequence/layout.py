@@ -210,7 +210,9 @@ def unshard_sequence(
         check_layout(x.shape[dim], 1, layout, bounds)
         _check_gradient(gradient)
         return x
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _check_gradient(gradient)
+    else:
         _compare_shards(x, group, dim, layout, bounds, gradient)
     return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
 
@@ -307,7 +309,7 @@ class _Unshard(torch.autograd.Function):
         gradient: str,
     ) -> torch.Tensor:  # fmt: skip
         ctx.group, ctx.dim, ctx.layout, ctx.gradient = group, dim, layout, gradient
-        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows)
+        ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows, device="cpu")
         x = x.contiguous()
         shards = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(shards, x, group=group)

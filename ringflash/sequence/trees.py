@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringflash.sequence.layout import document_table, read_documents
+from ringflash.sequence.mask import check_cu_seqlens
 from ringflash.sequence.padding import IGNORE_INDEX
 
 
@@ -43,7 +44,15 @@ class SharedPrefixes(NamedTuple):
         Args:
             values: (num_tokens,) or (1, num_tokens), also with padding after them. A gradient of the results is summed
                 over the sequences that share a row.
+        Raises:
+            ValueError: values of another shape, such as a shard or logits.
         """
+        wanted = self.input_ids.shape[1]
+        if values.dim() not in (1, 2) or values.shape[:-1].numel() != 1 or values.shape[-1] < wanted:
+            raise ValueError(
+                f"values must be ({wanted},) or (1, {wanted}), or longer, one for each packed token, got "
+                f"{tuple(values.shape)}; give those of the whole packed sequence (ringflash.unshard_sequence)."
+            )
         flat = values.flatten()
         return [flat[rows.to(flat.device)] for rows in self.rows]
 
@@ -65,11 +74,15 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
         sequences: token ids, each of one token or more, of which equal ones are packed once.
         min_shared: shorter common continuations are not shared. Short documents leave parts of kernels' tiles empty.
     Raises:
-        ValueError: no sequences, or an empty one.
+        ValueError: no sequences, or one that is empty or not 1-D.
     """
     ids = [np.asarray(x.cpu() if isinstance(x, Tensor) else x, dtype=np.int64) for x in sequences]
-    if not ids or any(len(x) == 0 for x in ids):
-        raise ValueError("sequences must hold one token or more each, got an empty one or none; leave it out.")
+    wrong = [x.shape for x in ids if x.ndim != 1 or not len(x)]
+    if wrong or not ids:
+        raise ValueError(
+            "sequences must be one or more, each 1-D with one token or more, got "
+            f"{wrong[0] if wrong else 'none'}; leave empty ones out, and flatten (1, seqlen)."
+        )
     nodes = _grow(ids, max(1, min_shared))
     order = _depth_first(nodes)
     place = {node: index for index, node in enumerate(order)}
@@ -156,14 +169,21 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
     Text and spans alternate, and each continues the previous one. The result is on the CPU.
 
     Args:
-        block_sequence_ids: (seqlen,), as transformers makes them of `token_type_ids`: -1 for text; tokens of one number
-            see one another.
+        block_sequence_ids: (seqlen,) or (1, seqlen), as transformers makes them of `token_type_ids`: -1 for text;
+            tokens of one number see one another.
         cu_seqlens: (num_documents + 1,), int32, bounds of packed documents.
     Raises:
         NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
+        ValueError: several rows, or bounds that do not end with them.
     """
     ids = block_sequence_ids.cpu()
+    ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
+    if ids.dim() != 1:
+        raise ValueError(
+            f"block_sequence_ids must be (seqlen,) or (1, seqlen), got {tuple(ids.shape)}; make a table of each row."
+        )
     given = (0, len(ids)) if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
+    check_cu_seqlens(given, len(ids))
     bounds = torch.tensor(given, device="cpu")
     changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
     cuts = torch.cat([bounds, changes]).unique()

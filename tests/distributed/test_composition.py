@@ -179,6 +179,9 @@ def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differin
         ringflash.unshard_sequence(x, ctx.group, dim, layout, torch.tensor([0, middle, 8]), gradient=gradient)
     with pytest.raises(ValueError, match="gradient must be 'sum' or 'own', got 'mean'"):
         ringflash.unshard_sequence(torch.ones(4, 4), ctx.group, gradient="mean" if first else "sum")
+    if differing == "gradient":
+        with pytest.raises(ValueError, match="gradient must be 'sum' or 'own', got 'mean'"):
+            torch.compile(ringflash.unshard_sequence, backend="eager")(torch.ones(4, 4), ctx.group, gradient="mean")
 
 
 @on_ranks(3)

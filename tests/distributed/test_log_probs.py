@@ -189,6 +189,11 @@ def test_lengths_and_positions_are_those_without_padding(
     )  # fmt: skip
     want, _ = plain(models.build(name, "sdpa", **changes), tokens(1), kind)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-9)
+    if kind == "one":  # the length is that of the padded row
+        given = {"group": group, "attention_mask": padding()[1:]}
+        model = huggingface.CausalLMWithLoss(ring, group)
+        apart, shared = (ringflash.log_probs(model, tokens(1), **given, share_prefixes=x) for x in (False, True))
+        torch.testing.assert_close(shared, apart, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +203,14 @@ def test_lengths_and_positions_are_those_without_padding(
         ({"temperature": 0.0}, "temperature must be above 0, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be above 0, got nan"),
         ({"temperature": 0.5}, "temperature 1.0 (rank 0), 0.5 (rank 1)"),
+        (
+            {
+                "input_ids": tokens(1),
+                "attention_mask": None,
+                "cu_seqlens": torch.tensor([0, 50, LENGTH], dtype=torch.int32),
+            },
+            "cu_seqlens must ascend, got (0, 50, 21)",
+        ),
         ({"return_entropy": True}, "return_entropy False (rank 0), True (rank 1)"),
         ({"input_ids": tokens(2).flip(1)}, "must be the same on all ranks of the group"),
     ],

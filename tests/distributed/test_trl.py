@@ -62,7 +62,11 @@ def test_labels_that_are_not_the_next_tokens_are_not_shared() -> None:
     packed = share_rows(read_rows(ids, shift_rows(ids).masked_fill(ids < 7, -100)), 1)
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 7, 9]]
     assert packed.labels.tolist() == [[-100, -100, 8, -100, 9, -100]]
-    assert packed.places.tolist() == [[0, 1, 2, -1], [0, 1, 4, -1]]
+    assert packed.places.tolist() == [[-1, -1, 2, -1], [-1, -1, 4, -1]]
+    in_first_row = shift_rows(ids).masked_fill(torch.tensor([[False] * 4, [True, True, False, False]]), -100)
+    packed = share_rows(read_rows(ids, in_first_row), 1)
+    assert packed.labels.tolist() == [[6, 7, 8, -100, 9, -100]]
+    assert packed.places.tolist() == [[0, 1, 2, -1], [-1, -1, 4, -1]], "the second row has no value at shared labels"
     with pytest.raises(ValueError, match="labels must be the next tokens with share_prefixes"):
         share_rows(read_rows(ids, ids), 1)
 

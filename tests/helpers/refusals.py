@@ -109,6 +109,17 @@ def _batch_of_documents(ctx: Context, arguments: dict[str, Any]) -> None:
     _cu_seqlens(lambda n: [0, n])(ctx, arguments)
 
 
+def _rows_on_last_rank(number: int) -> Callable[[Context, dict[str, Any]], None]:
+    """Rows with their own bounds: one on each rank, another number on the last."""
+
+    def change(ctx: Context, arguments: dict[str, Any]) -> None:
+        rows = number if ctx.rank == ctx.size - 1 else 1
+        _tensors(lambda name, x: x.expand(rows, -1, -1, -1))(ctx, arguments)
+        arguments["cu_seqlens"] = [torch.tensor([0, 3, ctx.size * LENGTH], dtype=torch.int32)] * rows
+
+    return change
+
+
 def _other_transport(ctx: Context, arguments: dict[str, Any]) -> None:
     arguments["transport"] = "nccl" if ctx.device.type == "cpu" else "gloo"
 
@@ -167,6 +178,7 @@ REFUSALS: dict[str, Refusal] = {
     "scale_without_end": Refusal(
         "ValueError", "softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))
     ),
+    "one_rank_more_rows": Refusal("ValueError", SAME + "rows of cu_seqlens .*[12]", _rows_on_last_rank(2)),
     "one_rank_wide_v": Refusal(
         "ValueError", "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
     ),
@@ -203,7 +215,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "cu_seqlens_long": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
     "cu_seqlens_dtype": Refusal(
-        "ValueError", "be 1-D int32, got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
+        "ValueError", "be 1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
     ),
     "cu_seqlens_scalar": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: n)),
     "cu_seqlens_matrix": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),

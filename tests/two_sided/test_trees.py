@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import ringflash
 from ringflash.attention import schedule
-from ringflash.huggingface.spans import spans_fit
+from ringflash.huggingface.spans import spans_fit, without_directions
 from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import SequenceMask
 
@@ -68,8 +68,12 @@ def test_packing_by_hand() -> None:
         assert ringflash.share_prefixes(apart, min_shared=2).cu_seqlens[1].tolist() == [-1, -1, -1]
     short = ringflash.share_prefixes([[1, 2, 3, 4], [1, 2, 3, 5], [1, 9]], min_shared=2)
     assert short.input_ids.tolist() == [[1, 2, 3, 4, 3, 5, 1, 9]], "those that share more do, though all share less"
-    with pytest.raises(ValueError, match="one token or more each"):
-        ringflash.share_prefixes([[1], []])
+    for wrong in ([], [[1], []], [torch.tensor([[1, 2]])]):
+        with pytest.raises(ValueError, match="1-D with one token or more"):
+            ringflash.share_prefixes(wrong)
+    for values in (torch.zeros(9), torch.zeros(2, 10), torch.zeros(1, 10, 3)):
+        with pytest.raises(ValueError, match=r"values must be \(10,\) or \(1, 10\)"):
+            packed.unpack(values)
 
 
 @pytest.mark.parametrize("window", [None, 7, 25])
@@ -90,6 +94,17 @@ def test_spans_are_those_of_transformers(window: int | None) -> None:
     documents = read_documents(ringflash.span_documents(ids))
     mask = SequenceMask(120, True, (-1 if window is None else window - 1, -1), *documents)
     assert torch.equal(schedule.build(mask, 1, 0, "contiguous").hops[0].mask.dense(), want)
+
+
+def test_tables_without_spans() -> None:
+    """Made once for a table, and again after a change in place; also in inference mode, which counts no changes."""
+    table = ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))
+    causal = without_directions(table)
+    assert causal.tolist() == [[0, 1, 3, 4], [-1, 0, 1, -1], [0] * 4] and without_directions(table) is causal
+    table[0, 1] = 2
+    assert without_directions(table)[0].tolist() == [0, 2, 3, 4]
+    with torch.inference_mode():
+        assert torch.equal(without_directions(ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))), causal)
 
 
 def test_prefix_lm_is_that_of_paligemma() -> None:
@@ -115,3 +130,10 @@ def test_images_that_see_one_another() -> None:
     assert spans_fit(torch.tensor([[0, 0, -1, -1]]), positions, one) and not spans_fit(ids[None], positions, one)
     packed = ringflash.span_documents(torch.tensor([0, 0, -1, 1]), torch.tensor([0, 3, 4], dtype=torch.int32))
     assert spans_fit(ids[None], positions, packed), "prefixes of packed documents have one number"
+    joined, number = torch.tensor([[0, 0, 0, -1]]), torch.tensor([[0, 0, 1, -1]])  # a model's, and the user's
+    packed = ringflash.span_documents(number, torch.tensor([0, 2, 4], dtype=torch.int32))
+    assert spans_fit(joined, positions, packed) and spans_fit(joined, positions, ringflash.span_documents(joined))
+    assert not spans_fit(joined, positions, ringflash.span_documents(number)), "a model sees neighbours as one span"
+    for wrong, bounds in ((number.expand(2, -1), None), (number, torch.tensor([0, 3], dtype=torch.int32))):
+        with pytest.raises(ValueError, match="must be .seqlen,. or|must end at the global"):
+            ringflash.span_documents(wrong, bounds)

@@ -114,13 +114,15 @@ def check_batch(forest: Forest) -> None:
 
 
 def check_padded_batch(forest: Forest) -> None:
-    """Padding at the end of a document is not seen by another one, or refused."""
-    for end in forest.cu_seqlens[1:]:
+    """Padding at the end of a document, also with all of the next one, is not seen by another one, or refused."""
+    bounds = [*forest.cu_seqlens, LENGTH]
+    for first, stop in [(b - 1, c) for a, b, c in zip(bounds, bounds[1:], bounds[2:], strict=False) for c in (b, c)]:
         mask = torch.ones(1, LENGTH, dtype=torch.int64)
-        mask[0, end - 1] = 0
-        seen = forest.visible()[:, end - 1].clone()
-        seen[end - 1] = False
-        with pytest.raises(ValueError, match="attention_mask must be") if seen.any() else nullcontext():
+        mask[0, first:stop] = 0
+        seen = forest.visible()[mask[0] == 1, first:stop]
+        both = torch.repeat_interleave(torch.tensor(forest.bidirectional), torch.tensor(forest.lengths))[first:stop]
+        wrong = seen.any() or both.any()
+        with pytest.raises(ValueError, match="attention_mask must be") if wrong else nullcontext():
             huggingface.prepare_batch(
                 models.tokens(), group=None, labels=labels_of(forest).masked_fill(mask == 0, -100), attention_mask=mask,
                 cu_seqlens=forest.table, position_ids="document",

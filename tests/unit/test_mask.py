@@ -36,6 +36,18 @@ def brute(region: Region) -> torch.Tensor:
     return seen
 
 
+def test_the_default_device_of_torch_is_not_used() -> None:
+    """A script with torch.set_default_device("cuda") has the same tables on the host."""
+    regions = [Region(0, 2, 0, 2, upper=0), Region(2, 4, 0, 2), Region(2, 4, 2, 4, upper=0), Region(4, 6, 0, 2)]
+    want = Mask.of(LENGTH, LENGTH, regions)
+    with torch.device("meta"):
+        got = Mask.of(LENGTH, LENGTH, regions)
+        assert got.is_two_sided
+        tables = (*got.bounds(), got.ends(), got.begins())
+    for mine, other in zip(tables, (*want.bounds(), want.ends(), want.begins()), strict=True):
+        assert torch.equal(mine, other)
+
+
 @given(regions())
 @settings(max_examples=400, deadline=None)
 def test_region(region: Region) -> None:

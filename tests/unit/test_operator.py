@@ -300,6 +300,8 @@ def test_explain_names_kernel_and_work() -> None:
         1,
     )
     assert explained.num_visible == 16 * 17 // 2
+    with pytest.raises(ValueError, match="cu_seqlens must be a tensor, got a list of 1"):
+        ringflash.explain(*draw(), group=None, cu_seqlens=[torch.tensor([0, 16], dtype=torch.int32)])
     assert "flash2 cannot take dtype torch.float64" in explained.impl_reason
     assert "136 visible pairs on this rank" in str(explained)
     for options in ({"impl": "fp8"}, {"impl": "reference_fp8_all", "deterministic": True}):
