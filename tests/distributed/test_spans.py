@@ -13,72 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 import ringflash
 from ringflash import huggingface
-from ringflash.comm.seeding import seeded
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.span_models import KINDS, LENGTH, TEXT, build, in_fp64, inputs
 
 pytest.importorskip("transformers")
-
-LENGTH = 36
-TEXT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
-WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-TOWER = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-    "patch_size": 4, "projection_dim": 32, "vocab_size": 32,
-}  # fmt: skip
-UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 8}
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, name of token types, changes of the text
-    "gemma3": ("Gemma3ForConditionalGeneration", "token_type_ids", WINDOW),
-    "gemma4": (
-        "Gemma4ForConditionalGeneration",
-        "mm_token_type_ids",
-        WINDOW
-        | {"use_bidirectional_attention": "vision", "global_head_dim": 8, "vocab_size_per_layer_input": 61,
-           "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
-    ),
-    "paligemma": ("PaliGemmaForConditionalGeneration", "token_type_ids", {"model_type": "gemma"}),
-    "paligemma2": (
-        "PaliGemmaForConditionalGeneration",
-        "token_type_ids",
-        {"model_type": "gemma2", "sliding_window": 20} | UNCAPPED,
-    ),
-}  # fmt: skip
-
-
-def build(kind: str, impl: str) -> Any:
-    """A tiny model of images and text; without images its tower never runs."""
-    import transformers
-
-    huggingface.register()
-    name, _, text = KINDS[kind]
-    family = kind.rstrip("2")
-    towers: dict[str, Any] = {
-        "vision_config": TOWER | ({"model_type": "siglip_vision_model"} if family == "paligemma" else {})
-    }
-    if family == "gemma4":
-        towers["audio_config"] = None
-    config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
-    with seeded(0):
-        return getattr(transformers, name)._from_config(config, attn_implementation=impl, dtype=torch.float64)
-
-
-def inputs(kind: str, prefix: int = 15) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, token types and numbers of the spans: a prefix, or four images of which two cross shards of 2 and 3."""
-    tokens = torch.randint(0, 59, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    types = torch.zeros_like(tokens)
-    if kind.startswith("paligemma"):
-        types[:, prefix:] = 1
-        return tokens, types, torch.where(types == 0, 0, -1)
-    for start, stop in ((3, 5), (7, 14), (16, 21), (30, 34)):
-        types[:, start:stop] = 1
-    begins = (types == 1) & (F.pad(types, (1, 0))[:, :-1] != 1)
-    return tokens, types, torch.where(types == 1, begins.cumsum(1) - 1, -1)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +37,8 @@ def test_training_equals_transformers(ctx: Context, kind: str, layout: str) -> N
             ring(**huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named))
         return
     labels = ringflash.loss.shift_labels(tokens, ringflash.span_documents(ids[0]))
-    in_fp64 = mock.patch.object(Tensor, "float", Tensor.double)  # norms and angles
     softmax = mock.patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim))  # of transformers' eager attention
-    with in_fp64, softmax:
+    with in_fp64(), softmax:
         batch = huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named)
         loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
         loss.backward()
@@ -165,7 +105,7 @@ def test_positions_in_parts(ctx: Context) -> None:
     huggingface.set_group(ring, ctx.group)
     batch = huggingface.prepare_batch(tokens, group=ctx.group, position_ids=parts)
     assert batch["position_ids"].shape == (4, 1, LENGTH // ctx.size)
-    with mock.patch.object(Tensor, "float", Tensor.double):
+    with in_fp64():
         want = ringflash.shard_sequence(dense(input_ids=tokens, position_ids=parts, use_cache=False).logits, ctx.group)
         for positions in (batch["position_ids"], batch["position_ids"][1:]):
             got = ring(**{**batch, "position_ids": positions}).logits
