@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 import ringflash
 from ringflash import huggingface
@@ -41,11 +42,51 @@ def test_training_equals_transformers(ctx: Context, kind: str, layout: str) -> N
     with in_fp64(), softmax:
         batch = huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named)
         loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
-        loss.backward()
         positions = torch.arange(LENGTH)[None]
         logits = dense(input_ids=tokens, position_ids=positions, use_cache=False, **named).logits
         want = F.cross_entropy(logits[0], labels[0])
-        want.backward()
+        assert_alike(ctx, loss, ring, want, dense)
+
+
+TOWER_APART = {"": "ringflash", "text_config": "ringflash", "vision_config": "eager"}
+
+
+@on_ranks(2)
+def test_embeddings_with_images(ctx: Context) -> None:
+    """Gemma 3 with two images, which the model puts among the whole sequence's embeddings, and which shards cut."""
+    dense, ring = build("gemma3", "eager"), build("gemma3", TOWER_APART)
+    huggingface.set_group(ring, ctx.group)
+    tokens, types = inputs("gemma3")[0], torch.zeros(1, LENGTH, dtype=torch.int64)
+    types[:, 7:11], types[:, 16:20] = 1, 1
+    tokens[types == 1] = ring.config.image_token_id
+    ids = torch.where(types == 1, torch.arange(LENGTH) // 12, -1)
+    labels = ringflash.loss.shift_labels(tokens, ringflash.span_documents(ids[0]))
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    softmax = mock.patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim))
+    with in_fp64(), softmax:
+        logits = dense(input_ids=tokens, pixel_values=pixels, token_type_ids=types, use_cache=False).logits
+        want = F.cross_entropy(logits[0], labels[0])
+        embeddings = ring.get_input_embeddings()(tokens)
+        features = ring.get_image_features(pixels).pooler_output
+        places = ring.model.get_placeholder_mask(tokens, inputs_embeds=embeddings, image_features=features)
+        embeddings = embeddings.masked_scatter(places, features)
+        batch = huggingface.prepare_batch(tokens, group=ctx.group, block_sequence_ids=ids, token_type_ids=types)
+        batch |= {"input_ids": None, "inputs_embeds": ringflash.shard_sequence(embeddings, ctx.group)}
+        loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
+        assert_alike(ctx, loss, ring, want, dense)
+        got = ring(**batch).logits
+        assert (got - ringflash.shard_sequence(logits, ctx.group)).abs().max() <= 1e-10
+    assert all(p.grad is not None for p in ring.model.multi_modal_projector.parameters())
+    with pytest.raises(ValueError, match="give a tower of images another implementation .*'vision_config': 'sdpa'"):
+        build("gemma3", "ringflash").get_image_features(pixels)
+    with pytest.raises(NotImplementedError, match="mm_encoder_outputs must not be given to a model on a ring"):
+        ring(**{**batch, "mm_encoder_outputs": {"image": features}} if ctx.rank else batch)
+
+
+def assert_alike(ctx: Context, loss: Tensor, ring: Any, want: Tensor, dense: Any) -> None:
+    """Compare a loss and its gradients with those of one process."""
+    loss.backward()
+    want.backward()
     pairs = [(loss.detach(), want.detach())]
     pairs += [
         (p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.grad is not None

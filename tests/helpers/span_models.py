@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, name of token ty
 }  # fmt: skip
 
 
-def build(kind: str, impl: str) -> Any:
+def build(kind: str, impl: str | dict[str, str]) -> Any:
     """A tiny model of images and text; without images its tower never runs."""
     import transformers
 
@@ -54,6 +54,9 @@ def build(kind: str, impl: str) -> Any:
     }
     if family == "gemma4":
         towers["audio_config"] = None
+    if family == "gemma3":
+        towers["mm_tokens_per_image"] = 4
+        towers["vision_config"]["vision_use_head"] = False
     config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
     with seeded(0):
         return getattr(transformers, name)._from_config(config, attn_implementation=impl, dtype=torch.float64)
