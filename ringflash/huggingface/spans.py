@@ -91,9 +91,9 @@ def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor |
     use = _USES.get(form)
     if use is None:
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, also with spans that see themselves, got one that "
-            "the model changes; leave token_type_ids out if the model takes them, or use another attn_implementation "
-            "for this model."
+            "mask_function must be causal, sliding window or full, also with spans that see themselves, got "
+            f"{_words(form)!r} of the model; leave token_type_ids out if it takes them, or use another "
+            "attn_implementation for this model."
         )
     return LayerSpans.of(ids[0], use, mask)
 
@@ -131,6 +131,13 @@ def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
     if name == "blockwise_overlay.<locals>.inner_mask":
         ids.append(held["block_sequence_ids"].cell_contents)
     return _OVERLAYS.get(name, name)
+
+
+def _words(form: Any) -> str:
+    """Return a form as text, such as "causal or (window and spans)"."""
+    if isinstance(form, str):
+        return form.replace(".<locals>", "")
+    return f" {form[0]} ".join(_words(part) if isinstance(part, str) else f"({_words(part)})" for part in form[1:])
 
 
 def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:

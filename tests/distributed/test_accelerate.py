@@ -84,7 +84,7 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma", "hrm"])
 @on_ranks(2)
 def test_spans_are_those_of_the_whole_rows(ctx: Context, name: str) -> None:
     """Rows of 21 tokens, which the layout pads: one, two, and padded ones; documents that end and begin with spans.
@@ -95,8 +95,10 @@ def test_spans_are_those_of_the_whole_rows(ctx: Context, name: str) -> None:
     put_on_ring(ring, ctx.group)
     ids, mask, types = models.tokens(2)[:, :21] % 59, torch.ones(2, 21, dtype=torch.int64), torch.zeros(2, 21).long()
     types[:, 7:] = 1
-    if name != "paligemma":
+    if name.startswith("gemma"):
         types[:, 12:19], types[:, 0] = 0, 1
+    if name == "hrm":
+        types = 1 - types
     padded, packed = mask.clone(), torch.arange(21)[None] % 11
     padded[0, 17:] = 0
     whole_rows, two_documents = (slice(0, 21),), (slice(0, 11), slice(11, 21))

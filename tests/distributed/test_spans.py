@@ -18,7 +18,7 @@ from torch import Tensor
 import ringflash
 from ringflash import huggingface
 from tests.helpers.pool import Context, on_ranks
-from tests.helpers.span_models import KINDS, LENGTH, TEXT, build, in_fp64, inputs
+from tests.helpers.span_models import KINDS, LENGTH, TEXT, TOWER, build, in_fp64, inputs
 
 pytest.importorskip("transformers")
 
@@ -123,6 +123,65 @@ def test_refusals(ctx: Context, kind: str, change: dict[str, Any], message: str)
         (ValueError, NotImplementedError), match=message if ctx.rank == 1 or "types" not in change else ""
     ):
         ring(**batch)
+
+
+MEDIA = "pixel_values must not be given to a model on a ring"
+BLIND = {"vision_config": TOWER | {"model_type": "siglip_vision_model"}}
+PI0 = {"vlm_config": {"model_type": "paligemma", **BLIND}, "dit_config": {"model_type": "gemma"}}
+WIDE = TEXT | {"sliding_window": 5}
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # class, configuration, inputs, message
+    "git": ("GitForCausalLM", {}, (), "that follow attn_implementation, got none in GitForCausalLM"),
+    "deepseek_ocr2": (
+        "DeepseekOcr2ForConditionalGeneration",
+        {"text_config": TEXT | {"mlp_layer_types": ["dense", "dense"]}},
+        ("input_ids", "pixel_values"),
+        MEDIA,
+    ),
+    "pi0": ("PI0ForConditionalGeneration", PI0, ("state", "noise", "timestep", "input_ids", "pixel_values"), MEDIA),
+    "unlimited_ocr": ("UnlimitedOcrForConditionalGeneration", {}, (), "got 'reference_sliding_attention'"),
+    "diffusion_gemma": (
+        "DiffusionGemmaForBlockDiffusion",
+        {"text_config": TEXT | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+        (),
+        "got DiffusionGemmaDecoderModel, which counts the",
+    ),
+    "step3p7": (
+        "Step3p7ForConditionalGeneration",
+        {"text_config": {"use_bidirectional_attention": True}, **BLIND},
+        ("input_ids",),
+        "got 'Step3p7TextModel.forward.<lambda> or causal' of the model",
+    ),
+    "t5gemma2": (
+        "T5Gemma2ForConditionalGeneration",
+        {"encoder": {"text_config": WIDE, **BLIND}, "decoder": WIDE},
+        ("input_ids", "decoder_input_ids"),
+        "mask_function must be causal, .* got '.*' of the model",
+    ),
+    "molmo2": (
+        "Molmo2ForConditionalGeneration",
+        {},
+        ("input_ids", "mm_token_type_ids"),
+        "mm_token_type_ids must not be given to Molmo 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
+    """Models that make spans of their own, or other masks: by `set_group`, or in a forward."""
+    import transformers
+
+    huggingface.register()
+    name, changes, given, message = REFUSED[kind]
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **changes)
+        model = getattr(transformers, name)._from_config(config, attn_implementation="eager", dtype=torch.float64)
+        model.set_attn_implementation("ringflash")
+        shard = dict.fromkeys(given, torch.zeros(1, LENGTH // ctx.size, dtype=torch.int64))
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            huggingface.set_group(model, ctx.group)
+            model(**shard)
 
 
 @on_ranks(2)

@@ -39,7 +39,11 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, name of token ty
         "token_type_ids",
         {"model_type": "gemma2", "sliding_window": 20} | UNCAPPED,
     ),
+    "hrm": ("HrmTextForCausalLM", "token_type_ids", {"hidden_size": 32}),
 }  # fmt: skip
+KINDS["gemma4_unified"] = (
+    "Gemma4UnifiedForConditionalGeneration", "mm_token_type_ids", KINDS["gemma4"][2] | {"sliding_window": 8},
+)  # fmt: skip
 
 
 def build(kind: str, impl: str | dict[str, str]) -> Any:
@@ -52,12 +56,17 @@ def build(kind: str, impl: str | dict[str, str]) -> Any:
     towers: dict[str, Any] = {
         "vision_config": TOWER | ({"model_type": "siglip_vision_model"} if family == "paligemma" else {})
     }
+    if family == "gemma4_unified":
+        towers = {}
     if family == "gemma4":
         towers["audio_config"] = None
     if family == "gemma3":
         towers["mm_tokens_per_image"] = 4
         towers["vision_config"]["vision_use_head"] = False
-    config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
+    if family == "hrm":
+        config = transformers.AutoConfig.for_model("hrm_text", **TEXT | text)
+    else:
+        config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
     with seeded(0):
         return getattr(transformers, name)._from_config(config, attn_implementation=impl, dtype=torch.float64)
 
@@ -66,9 +75,10 @@ def inputs(kind: str, prefix: int = 15) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, token types and numbers of the spans: a prefix, or four images of which two cross shards of 2 and 3."""
     tokens = torch.randint(0, 59, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     types = torch.zeros_like(tokens)
-    if kind.startswith("paligemma"):
+    if kind.startswith("paligemma") or kind == "hrm":
         types[:, prefix:] = 1
-        return tokens, types, torch.where(types == 0, 0, -1)
+        ids = torch.where(types == 0, 0, -1)
+        return tokens, 1 - types if kind == "hrm" else types, ids
     for start, stop in ((3, 5), (7, 14), (16, 21), (30, 34)):
         types[:, start:stop] = 1
     begins = (types == 1) & (F.pad(types, (1, 0))[:, :-1] != 1)
