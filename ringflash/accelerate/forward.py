@@ -265,7 +265,8 @@ def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     ids, labels, bounds, _ = pad_sequence(rows.input_ids, rows.labels, rows.cu_seqlens, cp_size=size)
     padded = ids.shape != rows.input_ids.shape
     mask = pad_sequence(torch.ones_like(rows.input_ids), cp_size=size).tokens if padded else None
-    positions, types = "global" if bounds is None else "document", {}
+    positions = "global" if bounds is None else "document"
+    types: dict[str, Any] = {}
     if rows.types is not None:
         values = pad_sequence(rows.types.values, cp_size=size, pad_token_id=rows.types.text).tokens
         types = {rows.types.name: values}
