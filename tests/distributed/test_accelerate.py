@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
     ),
     "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
     "images, two rings": ("gemma3", False, {"cp_size": 2, "dp_replicate_size": 2}, {}),
+    "prefixes": ("paligemma", False, {"cp_size": 4}, {}),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
     "fsdp, adapted": ("llama adapted", True, {"cp_size": 4}, {"fsdp": True, "fsdp_config": LAYERS}),

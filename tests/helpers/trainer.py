@@ -18,11 +18,18 @@ from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
 
 
-def sequences(count: int, length: int = 21) -> list[dict[str, list[int]]]:
-    """Prompts of 3 tokens with answers to learn, of several lengths; every second prompt is an image, or a prefix."""
+def sequences(count: int, length: int = 21, prefixes: bool = False) -> list[dict[str, list[int]]]:
+    """Prompts of 3 tokens with answers to learn, of several lengths.
+
+    Args:
+        prefixes: token types are those of PaliGemma, whose prompts see both ways; otherwise of images (Gemma 3), of
+            which one is every second prompt.
+    """
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(1, 60, (length - 4 * (i % 4),), generator=generator).tolist() for i in range(count)]
     types = [[i % 2] * 3 + [0] * 3 + [1] * 2 + [0] * (len(row) - 8) for i, row in enumerate(rows)]
+    if prefixes:
+        types = [[0] * 3 + [1] * (len(row) - 3) for row in rows]
     return [
         {"input_ids": row, "labels": [-100] * 3 + row[3:], "token_type_ids": x}
         for row, x in zip(rows, types, strict=True)
@@ -127,7 +134,8 @@ def train(
     if arguments.fsdp:  # accelerate leaves it out on CPUs
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     collate = DataCollatorWithFlattening() if packed else right_padded
-    trainer = Trainer(model, arguments, collate, train_dataset=sequences(24), eval_dataset=sequences(8))
+    data, shown = (sequences(count, prefixes=name == "paligemma") for count in (24, 8))
+    trainer = Trainer(model, arguments, collate, train_dataset=data, eval_dataset=shown)
     with span_models.in_fp64() if name in span_models.KINDS else nullcontext():
         if not arguments.fsdp:  # for which accelerate wants an optimizer
             trainer.evaluate()
