@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash import loss as token_loss
-from ringflash.accelerate.rows import BatchRows, read_rows, share_rows, shift_rows
+from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
 from ringflash.huggingface.options import NAME
+from ringflash.huggingface.spans import number_spans
 from ringflash.huggingface.validation import without_peft
 from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import pad_sequence
@@ -27,6 +28,7 @@ from ringflash.sequence.padding import pad_sequence
 _losses: deque[Tensor] = deque(maxlen=2)
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
+_TYPES = {"token_type_ids", "mm_token_type_ids"}
 # Arguments of collators and trainers that repeat others, or on which no loss depends.
 _REDUNDANT = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache", "return_dict"}
 
@@ -94,6 +96,7 @@ class RingForward:
             input_ids: (batch, seqlen), int64.
             kwargs: attention_mask, position_ids, labels and cu_seq_lens_q as `read_rows` takes them, but labels are
                 those of the tokens themselves, as in transformers; shift_labels are those of their successors.
+                token_type_ids, mm_token_type_ids: those of a model that makes spans of them.
                 num_items_in_batch: divisor of the sum of the tokens' losses, default the number of labelled tokens.
                 fused_lm_head: return `score_batch` for TRL's trainers, whose prompts may be padded on the left.
         Raises:
@@ -218,11 +221,11 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
             "before the model is prepared, or, with TRL, router_aux_loss_coef=0."
         )
     given.pop("output_router_logits", None)
-    unknown = sorted(set(given) - _READ - _REDUNDANT)
+    unknown = sorted(set(given) - _READ - _REDUNDANT - _TYPES)
     if unknown:
         raise NotImplementedError(
-            f"a batch must have only input_ids, labels, attention_mask and position_ids, got also {unknown}; leave "
-            "them out."
+            f"a batch must have only input_ids, labels, attention_mask, position_ids and token types, got also "
+            f"{unknown}; leave them out."
         )
     if input_ids is None or "labels" not in given and "shift_labels" not in given:
         raise NotImplementedError(
@@ -237,8 +240,22 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])
     return read_rows(
         input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"),
-        left_padding,
+        left_padding, _read_types(causal, given),
     )  # fmt: skip
+
+
+def _read_types(causal: Any, given: dict[str, Any]) -> TokenTypes | None:
+    names = sorted(_TYPES & set(given))
+    if not names:
+        return None
+    if len(names) > 1:
+        raise NotImplementedError(f"a batch must have one kind of token types, got {names}; leave one out.")
+    (name,) = names
+    values: Tensor = given[name]
+    spans, of_both = number_spans(causal, name, values), number_spans(causal, name, values.new_tensor([[0, 1]]))
+    if spans is None or of_both is None:  # they change nothing
+        spans, of_both = torch.full_like(values, -1), values.new_tensor([[-1, -1]])
+    return TokenTypes(name, values, spans, int(of_both[0, 0] >= 0))
 
 
 @torch.compiler.disable(reason="the number of documents depends on the values")
@@ -249,8 +266,12 @@ def shard_rows(rows: BatchRows, group: dist.ProcessGroup) -> dict[str, Any]:
     padded = ids.shape != rows.input_ids.shape
     mask = pad_sequence(torch.ones_like(rows.input_ids), cp_size=size).tokens if padded else None
     positions = "global" if bounds is None else "document"
+    types: dict[str, Any] = {}
+    if rows.types is not None:
+        values = pad_sequence(rows.types.values, cp_size=size, pad_token_id=rows.types.text).tokens
+        types = {rows.types.name: values}
     shard = huggingface.prepare_batch(
-        ids, group=group, labels=labels, cu_seqlens=bounds, attention_mask=mask, position_ids=positions
+        ids, group=group, labels=labels, cu_seqlens=bounds, attention_mask=mask, position_ids=positions, **types
     )
     columns = None
     if rows.columns is not None:

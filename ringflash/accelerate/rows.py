@@ -10,14 +10,30 @@ from torch import Tensor
 
 from ringflash.sequence.documents import cu_seqlens_of, document_starts
 from ringflash.sequence.padding import IGNORE_INDEX
-from ringflash.sequence.trees import share_prefixes
+from ringflash.sequence.trees import share_prefixes, span_documents
+
+
+class TokenTypes(NamedTuple):
+    """Token types of a model that makes spans of them, whose tokens see one another.
+
+    name: argument of the model.
+    values: types, as the input_ids.
+    spans: number of each token's span, -1 for others, as the input_ids.
+    text: a type of text, for padding.
+    """
+
+    name: str
+    values: Tensor
+    spans: Tensor
+    text: int
 
 
 class BatchRows(NamedTuple):
     """Tokens of a batch, without padding if any row has some, and the documents that they form.
 
-    input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed; labels are shifted.
-    cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document.
+    input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed, or have types; labels are
+        shifted.
+    cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document; a table with types.
     indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
     length: largest position in the batch as transformers counts them, plus 1.
     columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
@@ -32,6 +48,7 @@ class BatchRows(NamedTuple):
     length: int
     columns: Tensor | None
     places: Tensor | None = None
+    types: TokenTypes | None = None
 
 
 def shift_rows(labels: Tensor) -> Tensor:
@@ -46,6 +63,7 @@ def read_rows(
     position_ids: Tensor | None = None,
     bounds: Tensor | None = None,
     left_padding: bool = False,
+    types: TokenTypes | None = None,
 ) -> BatchRows:
     """Return the tokens and documents of a batch.
 
@@ -56,12 +74,18 @@ def read_rows(
         position_ids: (batch or 1, seqlen), counted from 0 in each document.
         bounds: (num_documents + 1,), document bounds of a single row (a collator's cu_seq_lens_q).
         left_padding: allow padding before a row's tokens, whose positions then count from its first token.
+        types: of the tokens, (batch, seqlen).
     Raises:
         ValueError: a mask whose tokens are not one interval, or that begins with padding; documents beside a mask;
             positions that do not count from 0 in each document; labels in padding.
+        NotImplementedError: a document with two spans of one number.
     """
     shape = tuple(input_ids.shape)
-    for name, x in (("labels", labels), ("attention_mask", attention_mask)):
+    for name, x in (
+        ("labels", labels),
+        ("attention_mask", attention_mask),
+        (types and types.name, types and types.values),
+    ):
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(
                 f"{name} must have the shape of input_ids {shape}, got {tuple(x.shape)}; leave 4-D masks out, and pack "
@@ -76,7 +100,7 @@ def read_rows(
         starts = _compare(bounds, starts, position_ids is not None)
     length = input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1
     padded = not bool(is_token.all())
-    if not padded and not bool(starts[:, 1:].any()):
+    if not padded and types is None and not bool(starts[:, 1:].any()):
         return BatchRows(input_ids, labels, None, None, length, None)
     if bool((labels != IGNORE_INDEX)[~is_token].any()):
         raise ValueError(
@@ -86,7 +110,18 @@ def read_rows(
     bounds = cu_seqlens_of(starts.flatten()[indices])
     cu_seqlens = None if len(bounds) == 2 else bounds
     tokens, shifted = input_ids.flatten()[indices][None], labels.flatten()[indices][None]
-    return BatchRows(tokens, shifted, cu_seqlens, indices, length, indices[None] % input_ids.shape[1])
+    columns = indices[None] % input_ids.shape[1]
+    if types is not None:
+        values, spans = (x.flatten()[indices][None] for x in (types.values, types.spans))
+        types = types._replace(values=values, spans=spans)
+        cu_seqlens = _with_spans(spans[0].cpu(), bounds)
+    return BatchRows(tokens, shifted, cu_seqlens, indices, length, columns, types=types)
+
+
+def _with_spans(spans: Tensor, bounds: Tensor) -> Tensor:
+    """Return the table of documents whose spans are numbered for each document or row."""
+    document = torch.repeat_interleave(torch.arange(len(bounds) - 1, device="cpu"), bounds.diff())
+    return span_documents(torch.where(spans < 0, -1, spans + document * (spans.max() + 1)), bounds)
 
 
 def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
@@ -94,7 +129,12 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
 
     Raises:
         ValueError: labels that are not the next tokens.
+        NotImplementedError: token types.
     """
+    if rows.types is not None:
+        raise NotImplementedError(
+            f"{rows.types.name} must not be given with share_prefixes, got some; leave them out, or share_prefixes."
+        )
     tokens, labels = rows.input_ids.flatten().cpu(), rows.labels.flatten().cpu()
     bounds = range(0, len(tokens) + 1, rows.input_ids.shape[1])
     spans = list(pairwise(bounds if rows.cu_seqlens is None else rows.cu_seqlens.tolist()))

@@ -50,7 +50,7 @@ def prepare_batch(
             prefixes: the number of each token's span, -1 for others (`ringflash.span_documents`). A token that sees its
             successor has no label by default.
         token_type_ids, mm_token_type_ids: (batch, seqlen), those of a model that makes spans of them (Gemma 3 and 4,
-            PaliGemma); it must be given block_sequence_ids of the same spans.
+            PaliGemma, HRM-Text); it must be given block_sequence_ids of the same spans.
     Returns:
         batch: input_ids, position_ids, shift_labels (shards), num_items_in_batch (scalar), cu_seqlens (whole; a table
             with block_sequence_ids), use_cache (False); with an attention_mask also is_token (shard, bool); with token

@@ -29,7 +29,8 @@ from ringflash.huggingface.spans import LayerSpans, say_of_other_layers, spans_f
 from ringflash.huggingface.validation import check_adapters, find_shape_error
 from ringflash.sequence.layout import read_documents
 
-_MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values")  # beginnings of arguments' names
+# Beginnings of arguments' names.
+_MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values", "mm_encoder_outputs")
 
 
 class ForwardInputs:
@@ -150,15 +151,16 @@ class ForwardInputs:
     def refuse_media(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise NotImplementedError on every rank for an image, video or sound; a forward pre-hook."""
         given = {**dict(zip(tuple(signature(type(model).forward).parameters)[1:], args, strict=False)), **kwargs}
-        found = {name: x for name, x in given.items() if name.startswith(_MEDIA) and isinstance(x, Tensor)}
+        found = {name: x for name, x in given.items() if name.startswith(_MEDIA) and isinstance(x, Tensor | dict)}
         if self.options.group is None or not found:
             return
         name, x = next(iter(found.items()))
+        shown = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"those of {[*x]}"
         error = NotImplementedError(
-            f"{name} must not be given to a model on a ring, whose shards hold only a part of its tokens, got a tensor "
-            f"{tuple(x.shape)}; pass text only."
+            f"{name} must not be given to a model on a ring, whose shards hold only a part of its tokens, got {shown}; "
+            "pass text, or inputs_embeds of the shard."
         )
-        raise_together(self.options.group, error, x.device)
+        raise_together(self.options.group, error, next(model.parameters()).device)
 
     def note(self, name: str, error: Exception | None) -> None:
         """Note an error, which the first layer raises on every rank, or that there is none any more."""

@@ -60,7 +60,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor,
         shift_labels: Tensor,
         num_items_in_batch: Tensor | int | None = None,
@@ -74,17 +74,18 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         columns: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
             per_token: return `ringflash.loss.score_tokens` instead.
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
-            length, columns: as `decode`; `prepare_batch` does not return them.
+            length, columns, inputs_embeds: as `decode`; `prepare_batch` does not return them.
         """
         hidden, weight, balance = self.decode(
             input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns, token_type_ids,
-            mm_token_type_ids,
+            mm_token_type_ids, inputs_embeds,
         )  # fmt: skip
         if temperature is not None:
             return token_loss.token_log_probs(
@@ -103,7 +104,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     def decode(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor,
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
@@ -113,20 +114,22 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         columns: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
         Args: as `forward`.
             length: length of the sequence before it was padded for the layout, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
+            inputs_embeds: (batch, seqlen_local, hidden_size), shard of the embeddings; input_ids must then be None.
         """
         causal: Any = without_peft(self.model)
-        inputs, rest = self._checked_inputs(causal, input_ids.device), {}
+        inputs, rest = self._checked_inputs(causal, position_ids.device), {}
         if inputs is not None:
             inputs.next_length = length
             rest = {"columns": columns} if inputs.counts_positions else {}
         types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
-        rest |= {name: x for name, x in types.items() if x is not None}
+        rest |= {name: x for name, x in (types | {"inputs_embeds": inputs_embeds}).items() if x is not None}
         outputs = causal.model(
             input_ids=input_ids, use_cache=use_cache, position_ids=position_ids, cu_seqlens=cu_seqlens,
             checksum=checksum, is_token=is_token, **rest,

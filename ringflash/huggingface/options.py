@@ -41,5 +41,6 @@ def check_single_process() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(
             f"group must be given if there are several processes, got none with {dist.get_world_size()} processes; "
-            "call ringflash.huggingface.set_group(model, group)."
+            "call ringflash.huggingface.set_group(model, group), and give a tower of images another implementation "
+            "(attn_implementation={'': 'ringflash', 'text_config': 'ringflash', 'vision_config': 'sdpa'})."
         )

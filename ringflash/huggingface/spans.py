@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from inspect import signature
 from typing import Any
 from weakref import ref
 
@@ -90,9 +91,9 @@ def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor |
     use = _USES.get(form)
     if use is None:
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, also with spans that see themselves, got one that "
-            "the model changes; leave token_type_ids out if the model takes them, or use another attn_implementation "
-            "for this model."
+            "mask_function must be causal, sliding window or full, also with spans that see themselves, got "
+            f"{_words(form)!r} of the model; leave token_type_ids out if it takes them, or use another "
+            "attn_implementation for this model."
         )
     return LayerSpans.of(ids[0], use, mask)
 
@@ -130,6 +131,35 @@ def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
     if name == "blockwise_overlay.<locals>.inner_mask":
         ids.append(held["block_sequence_ids"].cell_contents)
     return _OVERLAYS.get(name, name)
+
+
+def _words(form: Any) -> str:
+    """Return a form as text, such as "causal or (window and spans)"."""
+    if isinstance(form, str):
+        return form.replace(".<locals>", "")
+    return f" {form[0]} ".join(_words(part) if isinstance(part, str) else f"({_words(part)})" for part in form[1:])
+
+
+def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
+    """Return the numbers of the spans that a model makes of token types, -1 for text; None if it makes no spans.
+
+    Args:
+        model: with attn_implementation="ringflash".
+        name: argument of the model, "token_type_ids" or "mm_token_type_ids".
+        types: (batch, seqlen), of whole rows.
+    Raises:
+        NotImplementedError: the model does not say how its mask depends on them; it makes another mask of them.
+    """
+    make_masks = getattr(model, "create_masks_for_generate", None)
+    if make_masks is None or name not in signature(make_masks).parameters:
+        raise NotImplementedError(
+            f"{name} must be given only to a model whose mask for generation depends on them, got some for "
+            f"{type(model).__name__}; leave them out for text."
+        )
+    given = {"attention_mask": None, "cache": None, "position_ids": None, "is_first_iteration": True, name: types}
+    masks = make_masks(config=model.config, inputs_embeds=torch.empty(*types.shape, 0, device=types.device), **given)
+    found = masks.values() if isinstance(masks, dict) else (masks,)
+    return next((mask.ids for mask in found if isinstance(mask, LayerSpans)), None)
 
 
 def say_of_other_layers(masks: Any) -> Any:

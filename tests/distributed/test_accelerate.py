@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ringflash
 from ringflash.accelerate import registration
 from ringflash.accelerate.forward import put_on_ring
-from tests.helpers import models, trainer
+from tests.helpers import models, span_models, trainer
 from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("accelerate")
@@ -35,6 +35,8 @@ CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
         {"save_strategy": "steps", "save_steps": 1},
     ),
     "packed, windows": ("qwen3_window", True, {"cp_size": 4}, {"average_tokens_across_devices": False}),
+    "images, two rings": ("gemma3", False, {"cp_size": 2, "dp_replicate_size": 2}, {}),
+    "prefixes": ("paligemma", False, {"cp_size": 4}, {}),
     "experts": ("qwen3_experts", False, {"cp_size": 4}, {"gradient_checkpointing": True}),
     "fsdp": ("llama", True, {"cp_size": 2, "dp_shard_size": 2}, {"fsdp": True, "fsdp_config": LAYERS}),
     "fsdp, adapted": ("llama adapted", True, {"cp_size": 4}, {"fsdp": True, "fsdp_config": LAYERS}),
@@ -81,6 +83,39 @@ def test_lengths_and_positions_are_those_of_the_batch(ctx: Context, name: str, c
         labels = rows.masked_fill(shown == 0, -100)
         want = trainer.loss_in_fp64(whole(**batch).logits, labels, 61)
         torch.testing.assert_close(ring(**batch, labels=labels).loss, want, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "paligemma", "hrm"])
+@on_ranks(2)
+def test_spans_are_those_of_the_whole_rows(ctx: Context, name: str) -> None:
+    """Rows of 21 tokens, which the layout pads: one, two, and padded ones; documents that end and begin with spans.
+
+    Packed documents are compared with each by itself: transformers looks their spans up by positions in documents.
+    """
+    ring, whole = (span_models.build(name, "sdpa") for _ in range(2))
+    put_on_ring(ring, ctx.group)
+    ids, mask, types = models.tokens(2)[:, :21] % 59, torch.ones(2, 21, dtype=torch.int64), torch.zeros(2, 21).long()
+    types[:, 7:] = 1
+    if name.startswith("gemma"):
+        types[:, 12:19], types[:, 0] = 0, 1
+    if name == "hrm":
+        types = 1 - types
+    padded, packed = mask.clone(), torch.arange(21)[None] % 11
+    padded[0, 17:] = 0
+    whole_rows, two_documents = (slice(0, 21),), (slice(0, 11), slice(11, 21))
+    for rows, given, documents in (
+        (1, {"attention_mask": mask[:1]}, whole_rows),
+        (2, {"attention_mask": mask}, whole_rows),
+        (2, {"attention_mask": padded}, whole_rows),
+        (1, {"position_ids": packed}, two_documents),
+    ):
+        batch = {"input_ids": ids[:rows], span_models.KINDS[name][1]: types[:rows]}
+        labels = ids[:rows].masked_fill(given.get("attention_mask", mask[:rows]) == 0, -100)
+        with span_models.in_fp64():
+            parts = [{key: x[:, part] for key, x in (batch | given).items()} for part in documents]
+            want = trainer.loss_in_fp64(torch.cat([whole(**part).logits for part in parts], 1), labels, 61)
+            loss = ring(**batch, **given, labels=labels).loss
+        torch.testing.assert_close(loss, want, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 4}, {"cp_size": 2, "dp_replicate_size": 2}])
@@ -258,6 +293,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("other bounds", model, **good, cu_seq_lens_q=torch.tensor([0, 5, 24]))
     attempt("no labels", model, input_ids=ids)
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
+    attempt("token types", model, **good, token_type_ids=torch.zeros_like(ids))
     attempt("router logits", model, **good, output_router_logits=True)
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
     short = ids[:, : 24 - 2 * (ctx.rank == 1)]
@@ -306,6 +342,7 @@ REFUSED = {
     "other bounds": "ValueError: cu_seq_lens_q must be the bounds of the documents of one row",
     "no labels": "NotImplementedError: input_ids and labels must be given",
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
+    "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",

@@ -17,68 +17,10 @@ from torch import Tensor
 
 import ringflash
 from ringflash import huggingface
-from ringflash.comm.seeding import seeded
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.span_models import KINDS, LENGTH, TEXT, TOWER, build, in_fp64, inputs
 
 pytest.importorskip("transformers")
-
-LENGTH = 36
-TEXT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
-WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-TOWER = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
-    "patch_size": 4, "projection_dim": 32, "vocab_size": 32,
-}  # fmt: skip
-UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 8}
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, name of token types, changes of the text
-    "gemma3": ("Gemma3ForConditionalGeneration", "token_type_ids", WINDOW),
-    "gemma4": (
-        "Gemma4ForConditionalGeneration",
-        "mm_token_type_ids",
-        WINDOW
-        | {"use_bidirectional_attention": "vision", "global_head_dim": 8, "vocab_size_per_layer_input": 61,
-           "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "final_logit_softcapping": None},
-    ),
-    "paligemma": ("PaliGemmaForConditionalGeneration", "token_type_ids", {"model_type": "gemma"}),
-    "paligemma2": (
-        "PaliGemmaForConditionalGeneration",
-        "token_type_ids",
-        {"model_type": "gemma2", "sliding_window": 20} | UNCAPPED,
-    ),
-}  # fmt: skip
-
-
-def build(kind: str, impl: str) -> Any:
-    """A tiny model of images and text; without images its tower never runs."""
-    import transformers
-
-    huggingface.register()
-    name, _, text = KINDS[kind]
-    family = kind.rstrip("2")
-    towers: dict[str, Any] = {
-        "vision_config": TOWER | ({"model_type": "siglip_vision_model"} if family == "paligemma" else {})
-    }
-    if family == "gemma4":
-        towers["audio_config"] = None
-    config = transformers.AutoConfig.for_model(family, text_config=TEXT | text, image_token_index=60, **towers)
-    with seeded(0):
-        return getattr(transformers, name)._from_config(config, attn_implementation=impl, dtype=torch.float64)
-
-
-def inputs(kind: str, prefix: int = 15) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, token types and numbers of the spans: a prefix, or four images of which two cross shards of 2 and 3."""
-    tokens = torch.randint(0, 59, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    types = torch.zeros_like(tokens)
-    if kind.startswith("paligemma"):
-        types[:, prefix:] = 1
-        return tokens, types, torch.where(types == 0, 0, -1)
-    for start, stop in ((3, 5), (7, 14), (16, 21), (30, 34)):
-        types[:, start:stop] = 1
-    begins = (types == 1) & (F.pad(types, (1, 0))[:, :-1] != 1)
-    return tokens, types, torch.where(types == 1, begins.cumsum(1) - 1, -1)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +38,55 @@ def test_training_equals_transformers(ctx: Context, kind: str, layout: str) -> N
             ring(**huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named))
         return
     labels = ringflash.loss.shift_labels(tokens, ringflash.span_documents(ids[0]))
-    in_fp64 = mock.patch.object(Tensor, "float", Tensor.double)  # norms and angles
     softmax = mock.patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim))  # of transformers' eager attention
-    with in_fp64, softmax:
+    with in_fp64(), softmax:
         batch = huggingface.prepare_batch(tokens, group=ctx.group, layout=layout, block_sequence_ids=ids, **named)
         loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
-        loss.backward()
         positions = torch.arange(LENGTH)[None]
         logits = dense(input_ids=tokens, position_ids=positions, use_cache=False, **named).logits
         want = F.cross_entropy(logits[0], labels[0])
-        want.backward()
+        assert_alike(ctx, loss, ring, want, dense)
+
+
+TOWER_APART = {"": "ringflash", "text_config": "ringflash", "vision_config": "eager"}
+
+
+@on_ranks(2)
+def test_embeddings_with_images(ctx: Context) -> None:
+    """Gemma 3 with two images, which the model puts among the whole sequence's embeddings, and which shards cut."""
+    dense, ring = build("gemma3", "eager"), build("gemma3", TOWER_APART)
+    huggingface.set_group(ring, ctx.group)
+    tokens, types = inputs("gemma3")[0], torch.zeros(1, LENGTH, dtype=torch.int64)
+    types[:, 7:11], types[:, 16:20] = 1, 1
+    tokens[types == 1] = ring.config.image_token_id
+    ids = torch.where(types == 1, torch.arange(LENGTH) // 12, -1)
+    labels = ringflash.loss.shift_labels(tokens, ringflash.span_documents(ids[0]))
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    softmax = mock.patch.object(F, "softmax", lambda x, dim, dtype: x.softmax(dim))
+    with in_fp64(), softmax:
+        logits = dense(input_ids=tokens, pixel_values=pixels, token_type_ids=types, use_cache=False).logits
+        want = F.cross_entropy(logits[0], labels[0])
+        embeddings = ring.get_input_embeddings()(tokens)
+        features = ring.get_image_features(pixels).pooler_output
+        places = ring.model.get_placeholder_mask(tokens, inputs_embeds=embeddings, image_features=features)
+        embeddings = embeddings.masked_scatter(places, features)
+        batch = huggingface.prepare_batch(tokens, group=ctx.group, block_sequence_ids=ids, token_type_ids=types)
+        batch |= {"input_ids": None, "inputs_embeds": ringflash.shard_sequence(embeddings, ctx.group)}
+        loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
+        assert_alike(ctx, loss, ring, want, dense)
+        got = ring(**batch).logits
+        assert (got - ringflash.shard_sequence(logits, ctx.group)).abs().max() <= 1e-10
+    assert all(p.grad is not None for p in ring.model.multi_modal_projector.parameters())
+    with pytest.raises(ValueError, match="give a tower of images another implementation .*'vision_config': 'sdpa'"):
+        build("gemma3", "ringflash").get_image_features(pixels)
+    with pytest.raises(NotImplementedError, match="mm_encoder_outputs must not be given to a model on a ring"):
+        ring(**{**batch, "mm_encoder_outputs": {"image": features}} if ctx.rank else batch)
+
+
+def assert_alike(ctx: Context, loss: Tensor, ring: Any, want: Tensor, dense: Any) -> None:
+    """Compare a loss and its gradients with those of one process."""
+    loss.backward()
+    want.backward()
     pairs = [(loss.detach(), want.detach())]
     pairs += [
         (p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.grad is not None
@@ -144,6 +125,65 @@ def test_refusals(ctx: Context, kind: str, change: dict[str, Any], message: str)
         ring(**batch)
 
 
+MEDIA = "pixel_values must not be given to a model on a ring"
+BLIND = {"vision_config": TOWER | {"model_type": "siglip_vision_model"}}
+PI0 = {"vlm_config": {"model_type": "paligemma", **BLIND}, "dit_config": {"model_type": "gemma"}}
+WIDE = TEXT | {"sliding_window": 5}
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # class, configuration, inputs, message
+    "git": ("GitForCausalLM", {}, (), "that follow attn_implementation, got none in GitForCausalLM"),
+    "deepseek_ocr2": (
+        "DeepseekOcr2ForConditionalGeneration",
+        {"text_config": TEXT | {"mlp_layer_types": ["dense", "dense"]}},
+        ("input_ids", "pixel_values"),
+        MEDIA,
+    ),
+    "pi0": ("PI0ForConditionalGeneration", PI0, ("state", "noise", "timestep", "input_ids", "pixel_values"), MEDIA),
+    "unlimited_ocr": ("UnlimitedOcrForConditionalGeneration", {}, (), "got 'reference_sliding_attention'"),
+    "diffusion_gemma": (
+        "DiffusionGemmaForBlockDiffusion",
+        {"text_config": TEXT | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}},
+        (),
+        "got DiffusionGemmaDecoderModel, which counts the",
+    ),
+    "step3p7": (
+        "Step3p7ForConditionalGeneration",
+        {"text_config": {"use_bidirectional_attention": True}, **BLIND},
+        ("input_ids",),
+        "got 'Step3p7TextModel.forward.<lambda> or causal' of the model",
+    ),
+    "t5gemma2": (
+        "T5Gemma2ForConditionalGeneration",
+        {"encoder": {"text_config": WIDE, **BLIND}, "decoder": WIDE},
+        ("input_ids", "decoder_input_ids"),
+        "mask_function must be causal, .* got '.*' of the model",
+    ),
+    "molmo2": (
+        "Molmo2ForConditionalGeneration",
+        {},
+        ("input_ids", "mm_token_type_ids"),
+        "mm_token_type_ids must not be given to Molmo 2",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
+    """Models that make spans of their own, or other masks: by `set_group`, or in a forward."""
+    import transformers
+
+    huggingface.register()
+    name, changes, given, message = REFUSED[kind]
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(kind, **changes)
+        model = getattr(transformers, name)._from_config(config, attn_implementation="eager", dtype=torch.float64)
+        model.set_attn_implementation("ringflash")
+        shard = dict.fromkeys(given, torch.zeros(1, LENGTH // ctx.size, dtype=torch.int64))
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            huggingface.set_group(model, ctx.group)
+            model(**shard)
+
+
 @on_ranks(2)
 def test_positions_in_parts(ctx: Context) -> None:
     """M-RoPE of Qwen-VL: time, row and column of each token, of which only the text's positions can be checked."""
@@ -165,7 +205,7 @@ def test_positions_in_parts(ctx: Context) -> None:
     huggingface.set_group(ring, ctx.group)
     batch = huggingface.prepare_batch(tokens, group=ctx.group, position_ids=parts)
     assert batch["position_ids"].shape == (4, 1, LENGTH // ctx.size)
-    with mock.patch.object(Tensor, "float", Tensor.double):
+    with in_fp64():
         want = ringflash.shard_sequence(dense(input_ids=tokens, position_ids=parts, use_cache=False).logits, ctx.group)
         for positions in (batch["position_ids"], batch["position_ids"][1:]):
             got = ring(**{**batch, "position_ids": positions}).logits

@@ -55,8 +55,8 @@ def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     torch.testing.assert_close(got, whole(ids).aux_loss.to(got), rtol=1e-6, atol=0)
 
 
-def test_labels_that_are_not_the_next_tokens_are_not_shared() -> None:
-    from ringflash.accelerate.rows import read_rows, share_rows, shift_rows
+def test_labels_of_other_tokens_and_token_types_are_not_shared() -> None:
+    from ringflash.accelerate.rows import TokenTypes, read_rows, share_rows, shift_rows
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     packed = share_rows(read_rows(ids, shift_rows(ids).masked_fill(ids < 7, -100)), 1)
@@ -69,6 +69,9 @@ def test_labels_that_are_not_the_next_tokens_are_not_shared() -> None:
     assert packed.places.tolist() == [[0, 1, 2, -1], [-1, -1, 4, -1]], "the second row has no value at shared labels"
     with pytest.raises(ValueError, match="labels must be the next tokens with share_prefixes"):
         share_rows(read_rows(ids, ids), 1)
+    types = TokenTypes("token_type_ids", ids, torch.full_like(ids, -1), 0)
+    with pytest.raises(NotImplementedError, match="token_type_ids must not be given with share_prefixes"):
+        share_rows(read_rows(ids, shift_rows(ids), types=types), 1)
 
 
 def refusal(**changes: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -12,22 +13,33 @@ import torch
 from ringflash.accelerate import forward as ring_forward
 from ringflash.accelerate.rows import share_rows
 from ringflash.comm.seeding import seeded
-from tests.helpers import models
+from tests.helpers import models, span_models
 from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
 
 
-def sequences(count: int, length: int = 21) -> list[dict[str, list[int]]]:
-    """Prompts of 3 tokens with answers to learn, of several lengths."""
+def sequences(count: int, length: int = 21, prefixes: bool = False) -> list[dict[str, list[int]]]:
+    """Prompts of 3 tokens with answers to learn, of several lengths.
+
+    Args:
+        prefixes: token types are those of PaliGemma, whose prompts see both ways; otherwise of images (Gemma 3), of
+            which one is every second prompt.
+    """
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.randint(1, 61, (length - 4 * (i % 4),), generator=generator).tolist() for i in range(count)]
-    return [{"input_ids": row, "labels": [-100] * 3 + row[3:]} for row in rows]
+    rows = [torch.randint(1, 60, (length - 4 * (i % 4),), generator=generator).tolist() for i in range(count)]
+    types = [[i % 2] * 3 + [0] * 3 + [1] * 2 + [0] * (len(row) - 8) for i, row in enumerate(rows)]
+    if prefixes:
+        types = [[0] * 3 + [1] * (len(row) - 3) for row in rows]
+    return [
+        {"input_ids": row, "labels": [-100] * 3 + row[3:], "token_type_ids": x}
+        for row, x in zip(rows, types, strict=True)
+    ]
 
 
 def right_padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     """A batch of rows, padded on the right."""
     longest = max(len(row["input_ids"]) for row in rows)
-    pads = {"input_ids": 0, "labels": -100}
+    pads = {"input_ids": 0, "labels": -100} | ({"token_type_ids": 0} if "token_type_ids" in rows[0] else {})
     batch = {name: [row[name] + [pad] * (longest - len(row[name])) for row in rows] for name, pad in pads.items()}
     mask = [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows]
     return {name: torch.tensor(x) for name, x in (batch | {"attention_mask": mask}).items()}
@@ -71,7 +83,8 @@ def build(ctx: Context, name: str, sizes: dict[str, int]) -> tuple[Any, Any]:
     Args:
         name: with " adapted" at its end the model has PEFT's adapters.
     """
-    model: Any = models.build(name.removesuffix(" adapted"), "sdpa")
+    make = span_models.build if name in span_models.KINDS else models.build
+    model: Any = make(name.removesuffix(" adapted"), "sdpa")
     if ctx.size == 1:
         model.loss_function = loss_in_fp64
     if name.endswith(" adapted"):
@@ -121,11 +134,13 @@ def train(
     if arguments.fsdp:  # accelerate leaves it out on CPUs
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     collate = DataCollatorWithFlattening() if packed else right_padded
-    trainer = Trainer(model, arguments, collate, train_dataset=sequences(24), eval_dataset=sequences(8))
-    if not arguments.fsdp:  # for which accelerate wants an optimizer
+    data, shown = (sequences(count, prefixes=name == "paligemma") for count in (24, 8))
+    trainer = Trainer(model, arguments, collate, train_dataset=data, eval_dataset=shown)
+    with span_models.in_fp64() if name in span_models.KINDS else nullcontext():
+        if not arguments.fsdp:  # for which accelerate wants an optimizer
+            trainer.evaluate()
+        trainer.train(f"{folder}/checkpoint-1" if resume else None)
         trainer.evaluate()
-    trainer.train(f"{folder}/checkpoint-1" if resume else None)
-    trainer.evaluate()
     names = "loss", "grad_norm", "eval_loss"
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history if "train_loss" not in x]
     saved = trainer.accelerator.get_state_dict(trainer.model_wrapped)
