@@ -206,7 +206,7 @@ _KEYS, _WIDE_KEYS, _QUERIES = "backward.keys", "backward.wide", "backward.querie
 _BACKWARD_FAULTS = {
     "a first key too early": (64, (_KEYS, "(keys[:, None] >= begins", "(keys[:, None] + 1 >= begins")),
     "first keys of other rows": (64, (_KEYS, "tma_load(begins_desc, [0, row]", "tma_load(begins_desc, [0, row + 1]")),
-    "a masked block runs unmasked": (64, (_KEYS, "block * 2 + masked)", "block * 2)")),
+    "a masked block runs unmasked": (64, ("backward.problem", "block * 2 + masked)", "block * 2)")),
     "dQ goes to the wrong block": (
         64,
         (_KEYS, "head_row + block * 64\n                    h", "head_row\n                    h"),
@@ -217,7 +217,7 @@ _BACKWARD_FAULTS = {
     ),
     "dQ of a walk down goes to the wrong block": (128, (_KEYS, "first_head + g) + block * 64", "first_head + g)")),
     "a first key too early, wide": (192, (_WIDE_KEYS, "keys[:, None] >= begins", "keys[:, None] + 1 >= begins")),
-    "a masked block runs unmasked, wide": (192, (_WIDE_KEYS, "block * 2 + masked)", "block * 2)")),
+    "a masked block runs unmasked, wide": (192, ("backward.problem", "block * 2 + masked)", "block * 2)")),
     "a row too many, dQ": (192, (_QUERIES, "rows[:, None] < ends", "rows[:, None] <= ends")),
     "ends of another block, dQ": (192, (_QUERIES, "(ends_desc, [0, block * 64]", "(ends_desc, [0, block * 64 + 1]")),
 }

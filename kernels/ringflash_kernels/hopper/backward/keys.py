@@ -20,6 +20,7 @@ from ringflash_kernels.hopper.backward.problem import (
     BackwardProblem,
     halves,
     interleave,
+    load_in_rounds,
     receive_number,
     send_number,
     slot_of,
@@ -86,10 +87,9 @@ class KeyShared:
 
 
 @gluon.jit
-def _load_queries(
-    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
-):
+def _load_queries(sm, problem, descs, batch, head, block, step):
     """Load Q, dO and their statistics of a block once both consumers have released the buffer."""
+    q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc = descs
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
@@ -118,6 +118,7 @@ def _load(
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + (q1_desc.block_type.nbytes if R else 0)
+    descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -127,6 +128,7 @@ def _load(
             start = 0
         else:
             start, stop, full_start, full_stop = problem.blocks(key)
+            first, count = 0, 0
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -156,10 +158,7 @@ def _load(
                         if sm.DOWN:
                             row = problem.dq_row(batch, first_head + g) + block * 64
                             send_number(sm.begin.index(sm.STAGES + slot), row)
-                        _load_queries(
-                            sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                            batch, first_head + g, block, step,
-                        )  # fmt: skip
+                        _load_queries(sm, problem, descs, batch, first_head + g, block, step)
                         step += 1
         elif sm.ORDERED:
             g = 0
@@ -169,45 +168,11 @@ def _load(
                 mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                 masked = (block < full_start) | (block >= full_stop)
                 send_number(sm.begin.index(slot), block * 2 + masked.to(gl.int32))
-                _load_queries(
-                    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                    batch, first_head + g, block, step,
-                )  # fmt: skip
+                _load_queries(sm, problem, descs, batch, first_head + g, block, step)
                 step += 1
                 g, block = problem.descend(g, block)
-        elif problem.TWO_SIDED:
-            number = first
-            block, end, masked = problem.stretch(number)
-            for g in range(problem.group):
-                number, block = problem.meeting_stretch(number, block, first, count)
-                _begin, end, masked = problem.stretch(number)
-                for _ in range(stop):
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block * 2 + masked)
-                    _load_queries(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, first_head + g, block, step,
-                    )  # fmt: skip
-                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
-                    step += 1
-                    problem.tick(step)
         else:
-            block = start
-            for g in range(problem.group):
-                if start < stop:
-                    block = problem.meeting_block(block, start, stop)
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block)
-                for _ in range(start, stop):
-                    _load_queries(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, first_head + g, block, step,
-                    )  # fmt: skip
-                    block = problem.next_block(block, start, stop)
-                    step += 1
-                    problem.tick(step)
+            step = load_in_rounds(sm, problem, _load_queries, descs, batch, first_head, start, stop, first, count, step)
 
 
 @gluon.jit

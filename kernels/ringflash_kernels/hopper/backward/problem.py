@@ -10,7 +10,7 @@ Under a two-sided mask, the blocks to visit are listed in stretches (`hopper.wal
 """
 
 from ringflash_kernels.hopper.backward.tiles import SMS
-from ringflash_kernels.hopper.compat import aggregate, gl, gluon
+from ringflash_kernels.hopper.compat import aggregate, gl, gluon, mbarrier
 
 _SMS = gl.constexpr(SMS)
 _TICK = gl.constexpr(16)
@@ -255,3 +255,44 @@ class BackwardProblem:
         """Return the step after head g of the group at `block`, if the blocks go from the last to the first."""
         last = g + 1 == self.group
         return gl.where(last, 0, g + 1), gl.where(last, block - 1, block)
+
+
+@gluon.jit
+def load_in_rounds(sm, problem, load: gl.constexpr, descs, batch, first_head, start, stop, first, count, step):
+    """Producer: load what a tile of keys needs of each head of a group, block by block from where other CTAs are.
+
+    Args:
+        load: function that loads the rows of a block: (sm, problem, descs, batch, head, block, step).
+        start, stop: blocks of the walk; of a two-sided one 0 and their number.
+        first, count: stretches of a two-sided walk.
+    Returns:
+        step: number of the step after the walk.
+    """
+    if problem.TWO_SIDED:
+        number = first
+        block, end, masked = problem.stretch(number)
+        for g in range(problem.group):
+            number, block = problem.meeting_stretch(number, block, first, count)
+            _begin, end, masked = problem.stretch(number)
+            for _ in range(stop):
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block * 2 + masked)
+                load(sm, problem, descs, batch, first_head + g, block, step)
+                number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
+                step += 1
+                problem.tick(step)
+    else:
+        block = start
+        for g in range(problem.group):
+            if start < stop:
+                block = problem.meeting_block(block, start, stop)
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
+                send_number(sm.begin.index(slot), block)
+            for _ in range(start, stop):
+                load(sm, problem, descs, batch, first_head + g, block, step)
+                block = problem.next_block(block, start, stop)
+                step += 1
+                problem.tick(step)
+    return step

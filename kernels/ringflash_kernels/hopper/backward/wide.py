@@ -11,7 +11,7 @@ dK in that buffer. `backward_queries` computes dQ: here every step would add a w
 of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, receive_number, send_number, slot_of
+from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, load_in_rounds, receive_number, slot_of
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -65,10 +65,9 @@ class WideShared:
 
 
 @gluon.jit
-def _load_rows(
-    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
-):
+def _load_rows(sm, problem, descs, batch, head, block, step):
     """Load Q with its statistics and dO of a block once the consumers have released the buffers."""
+    q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc = descs
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.VALUE_REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
@@ -101,6 +100,7 @@ def _load_wide(
     R: gl.constexpr = sm.VALUE_REST
     nbytes: gl.constexpr = q0_desc.block_type.nbytes + q1_desc.block_type.nbytes
     value_nbytes: gl.constexpr = dout0_desc.block_type.nbytes + (dout1_desc.block_type.nbytes if R else 0)
+    descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -110,6 +110,7 @@ def _load_wide(
             start = 0
         else:
             start, stop, _full_start, _full_stop = problem.blocks(key)
+            first, count = 0, 0
         # Also for tiles that no query sees: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -120,40 +121,7 @@ def _load_wide(
         if R:
             tma_load(v1_desc, [batch, kv_head, key, C], kv_full, sm.v1)
         round += 1
-        if problem.TWO_SIDED:
-            number = first
-            block, end, masked = problem.stretch(number)
-            for g in range(problem.group):
-                number, block = problem.meeting_stretch(number, block, first, count)
-                _begin, end, masked = problem.stretch(number)
-                for _ in range(stop):
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block * 2 + masked)
-                    _load_rows(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, first_head + g, block, step,
-                    )  # fmt: skip
-                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
-                    step += 1
-                    problem.tick(step)
-        else:
-            block = start
-            for g in range(problem.group):
-                head = first_head + g
-                if start < stop:
-                    block = problem.meeting_block(block, start, stop)
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block)
-                for _ in range(start, stop):
-                    _load_rows(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, head, block, step,
-                    )  # fmt: skip
-                    block = problem.next_block(block, start, stop)
-                    step += 1
-                    problem.tick(step)
+        step = load_in_rounds(sm, problem, _load_rows, descs, batch, first_head, start, stop, first, count, step)
 
 
 @gluon.jit

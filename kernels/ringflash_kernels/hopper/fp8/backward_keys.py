@@ -18,8 +18,8 @@ from ringflash_kernels.hopper.backward.problem import (
     BackwardProblem,
     halves,
     interleave,
+    load_in_rounds,
     receive_number,
-    send_number,
     slot_of,
 )
 from ringflash_kernels.hopper.compat import (
@@ -85,10 +85,9 @@ class Fp8KeysShared:
 
 
 @gluon.jit
-def _load_rows(
-    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc, batch, head, block, step
-):
+def _load_rows(sm, problem, descs, batch, head, block, step):
     """Load Q and dO, each twice, and their statistics of a block once both consumers have released the buffer."""
+    q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc = descs
     query_bytes: gl.constexpr = (
         2 * (q0_desc.block_type.nbytes + q1_desc.block_type.nbytes) + stats_desc.block_type.nbytes
     )
@@ -115,6 +114,7 @@ def _load_rows(
 def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, begins_desc):
     """Producer: load K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
+    descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -124,6 +124,7 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             start = 0
         else:
             start, stop, _full_start, _full_stop = problem.blocks(key)
+            first, count = 0, 0
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(full, 2 * key_bytes)
@@ -140,40 +141,7 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        if problem.TWO_SIDED:
-            number = first
-            block, end, masked = problem.stretch(number)
-            for g in range(problem.group):
-                number, block = problem.meeting_stretch(number, block, first, count)
-                _begin, end, masked = problem.stretch(number)
-                for _ in range(stop):
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block * 2 + masked)
-                    _load_rows(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, first_head + g, block, step,
-                    )  # fmt: skip
-                    number, block, end, masked = problem.next_step(number, block, end, masked, first, count)
-                    step += 1
-                    problem.tick(step)
-        else:
-            block = start
-            for g in range(problem.group):
-                head = first_head + g
-                if start < stop:
-                    block = problem.meeting_block(block, start, stop)
-                    slot, parity = slot_of(step, sm.STAGES)
-                    mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
-                    send_number(sm.begin.index(slot), block)
-                for _ in range(start, stop):
-                    _load_rows(
-                        sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-                        batch, head, block, step,
-                    )  # fmt: skip
-                    block = problem.next_block(block, start, stop)
-                    step += 1
-                    problem.tick(step)
+        step = load_in_rounds(sm, problem, _load_rows, descs, batch, first_head, start, stop, first, count, step)
 
 
 @gluon.jit
