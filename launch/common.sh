@@ -106,7 +106,7 @@ show() {
 # It waits with `read` on a pipe that stays empty: if a signal interrupted the `wait` for a `sleep`, bash 5.2 could
 # report 128 plus the signal's number as the command's status.
 supervise() {
-  local ask=$1 pid status
+  local ask=$1 pid status state
   shift
   received=
   trap 'received=TERM' TERM  # before the command starts: a signal in between would kill this shell and orphan it
@@ -118,7 +118,8 @@ supervise() {
   trap 'kill -INT "$pid"' INT
   trap 'kill -HUP "$pid"' HUP  # a terminal that closes signals only our group
   trap 'kill -QUIT "$pid"' QUIT
-  while kill -0 "$pid" 2>/dev/null; do
+  # Not `kill -0`: bash 5.2 has missed the end of a command while it ran traps, and left it a zombie for ever.
+  while mapfile -t state 2>/dev/null <"/proc/$pid/stat" && [[ ${state[0]:-} == *") "[!Z]" $BASHPID "* ]]; do
     if [[ $received ]]; then "$ask" "$pid"; fi
     read -rt 0.5 -u "$never" || true
   done
