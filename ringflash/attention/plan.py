@@ -142,12 +142,12 @@ class CallPlan:
         """Return the plan after the ranks of the group have compared their hosts, a collective call."""
         group = self.options.group
         assert group is not None
-        name = _checked(transport_name(open_transport(UNDECIDED, group)), self.impl)
-        if name == "nccl":
+        opened = transport_name(open_transport(UNDECIDED, group))
+        if _checked(opened, self.impl) == "nccl":
             with suppress(NotImplementedError):
                 find_split(group)
-        algorithm, reason = _algorithm_of_auto(name, self.options, shape)
-        return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
+        algorithm, transport, reason = _choose_auto(opened, self.impl, self.options, shape)
+        return replace(self, algorithm=algorithm, transport=transport, transport_reason=reason)
 
     def _open_ulysses(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         group = self.options.group
@@ -307,10 +307,19 @@ def _choose_algorithm(
         _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
         return exchange, UNDECIDED if (exchange, able) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
     if name == "auto":
-        transport = _checked(transport, impl)
-        algorithm, reason = _algorithm_of_auto(transport, options, shape)
-        return algorithm, transport, reason
+        return _choose_auto(transport, impl, options, shape)
     return Algorithm.RING if group is None else ring_over(transport), transport, "asked for"
+
+
+def _choose_auto(
+    transport: str | Undecided | None, impl: str, options: CallOptions, shape: CallShape
+) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
+    """Return algorithm and transport of "auto" where the group can use `transport`, and why."""
+    taken = _checked(transport, impl)
+    algorithm, reason = _algorithm_of_auto(taken, options, shape)
+    if taken != transport:
+        reason = f"impl {impl!r} is not used over the copy engine; {reason}"
+    return algorithm, taken, reason
 
 
 def _algorithm_of_auto(

@@ -165,11 +165,10 @@ def zigzag_ring_flash_attn_varlen_func(
     bounds, error = scaled_bounds(cu_seqlens, size, max_seqlen)
     if not causal:
         error = _not_causal()
-    result = _attend(
-        "documents", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-        deterministic, return_attn_probs, group, bounds, error,
+    return _attend_packed(
+        "documents", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+        return_attn_probs, group, bounds, error,
     )  # fmt: skip
-    return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
 
 
 def llama3_flash_attn_varlen_func(
@@ -210,11 +209,10 @@ def llama3_flash_attn_varlen_func(
     size, rank = CallOptions(_resolve(group)).size_and_rank
     given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
     bounds, error = whole_bounds(cu_seqlens_q, given)
-    result = _attend(
-        "contiguous", q[None], k[None], v[None], dropout_p, softmax_scale, causal, window_size, alibi_slopes,
-        deterministic, return_attn_probs, group, bounds, error or _check_stride(heads_k_stride, k),
+    return _attend_packed(
+        "contiguous", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
+        return_attn_probs, group, bounds, error or _check_stride(heads_k_stride, k),
     )  # fmt: skip
-    return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
@@ -358,6 +356,14 @@ def _attend(
         return_lse=return_lse,
     )  # fmt: skip
     return result if isinstance(result, Tensor) else (*result, None)
+
+
+def _attend_packed(
+    layout: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Call `_attend` with tokens of packed documents, (total_tokens_local, heads, head_dim), as one row."""
+    result = _attend(layout, q[None], k[None], v[None], *arguments)
+    return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
 
 
 def _resolve(group: Group) -> dist.ProcessGroup | None:

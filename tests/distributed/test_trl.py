@@ -55,7 +55,7 @@ def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     torch.testing.assert_close(got, whole(ids).aux_loss.to(got), rtol=1e-6, atol=0)
 
 
-def test_labels_of_other_tokens_and_token_types_are_not_shared() -> None:
+def test_other_labels_and_token_types_are_not_shared() -> None:
     from ringflash.accelerate.rows import TokenTypes, read_rows, share_rows, shift_rows
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])

@@ -163,24 +163,21 @@ def check_flops(forest: Forest) -> None:
         training_flops(MatmulSizes(0, 1), [ChunkedAttention(4)], read_documents(forest.table))
 
 
-def check_chunks(forest: Forest) -> None:
-    ring = models.build("chunks")
+def refused_by_model(forest: Forest, ring: torch.nn.Module, user: str) -> None:
     huggingface.set_group(ring, None)
     batch = huggingface.prepare_batch(
         models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
     )
-    with refused(forest, "layers that attend in chunks"):
+    with refused(forest, user):
         ring(**batch)
+
+
+def check_chunks(forest: Forest) -> None:
+    refused_by_model(forest, models.build("chunks"), "layers that attend in chunks")
 
 
 def check_recurrences(forest: Forest) -> None:
-    ring = hybrids.build("qwen3_next")
-    huggingface.set_group(ring, None)
-    batch = huggingface.prepare_batch(
-        models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
-    )
-    with refused(forest, "layers with recurrences or convolutions"):
-        ring(**batch)
+    refused_by_model(forest, hybrids.build("qwen3_next"), "layers with recurrences or convolutions")
 
 
 def check_names_of_others(forest: Forest) -> None:

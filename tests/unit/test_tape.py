@@ -310,7 +310,7 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
 
 
 @pytest.mark.parametrize("failing", [0, 5, 11, 17])
-def test_after_an_error_in_a_repeated_call_lanes_are_joined(failing: int) -> None:
+def test_an_error_in_a_repeated_call_joins_lanes(failing: int) -> None:
     calls = Calls(Case())
     for _ in range(5):
         calls.log(1, repeat=True)
