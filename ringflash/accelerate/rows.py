@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringflash.sequence.documents import cu_seqlens_of, document_starts
 from ringflash.sequence.padding import IGNORE_INDEX
-from ringflash.sequence.trees import share_prefixes, span_documents
+from ringflash.sequence.trees import places_of, share_prefixes, span_documents
 
 
 class TokenTypes(NamedTuple):
@@ -139,9 +139,7 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
     bounds = range(0, len(tokens) + 1, rows.input_ids.shape[1])
     spans = list(pairwise(bounds if rows.cu_seqlens is None else rows.cu_seqlens.tolist()))
     packed = share_prefixes([tokens[start:stop] for start, stop in spans], min_shared=min_shared)
-    places = torch.full_like(tokens, -1)
-    for (start, stop), found in zip(spans, packed.rows, strict=True):
-        places[start : stop - 1] = found
+    places = places_of(packed, spans, len(tokens))
     labelled = labels != IGNORE_INDEX
     used, wanted = places[labelled], torch.full_like(packed.labels, IGNORE_INDEX)
     if bool((used < 0).any()) or bool((packed.labels[0, used] != labels[labelled]).any()):

@@ -16,6 +16,7 @@ from ringflash.accelerate.rows import BatchRows
 from ringflash.huggingface import CausalLMWithLoss
 from ringflash.sequence.layout import unshard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.sequence.trees import values_at
 
 _OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
 
@@ -143,7 +144,7 @@ def score_batch(
     def whole(values: Tensor) -> Tensor:
         values = unshard_sequence(values, group, 1)
         if places is not None:
-            values = values.flatten()[places.clamp(min=0)].masked_fill(places < 0, 0)
+            values = values_at(values, places)
         values = values.flatten(0, 0 if indices is None else 1)
         if indices is None:
             return values[:, : labels.shape[1]]

@@ -15,7 +15,7 @@ from ringflash.huggingface.batch import check_padding, prepare_batch, within_doc
 from ringflash.sequence.layout import read_documents, unshard_sequence
 from ringflash.sequence.mask import check_cu_seqlens
 from ringflash.sequence.padding import pad_sequence
-from ringflash.sequence.trees import SharedPrefixes
+from ringflash.sequence.trees import SharedPrefixes, places_of, values_at
 from ringflash.sequence.trees import share_prefixes as pack
 
 
@@ -81,7 +81,7 @@ def log_probs(
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
     whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
     if rows is not None:
-        whole = [x.flatten()[rows.clamp(min=0)].masked_fill(rows < 0, 0.0) for x in whole]
+        whole = [values_at(x, rows) for x in whole]
     return (whole[0], whole[1]) if return_entropy else whole[0]
 
 
@@ -97,10 +97,9 @@ def _pack(
         bounds = read_documents(cu_seqlens).plain_bounds("share_prefixes")
     tokens, is_token = input_ids.flatten().cpu(), mask.flatten().cpu() != 0
     spans = [(start, start + int(is_token[start:stop].sum())) for start, stop in pairwise(bounds)]
-    packed = pack([tokens[start:stop] for start, stop in spans if start < stop], min_shared=min_shared)
-    rows = torch.full((input_ids.numel(),), -1, device="cpu")
-    for (start, stop), places in zip([x for x in spans if x[0] < x[1]], packed.rows, strict=True):
-        rows[start : stop - 1] = places
+    spans = [(start, stop) for start, stop in spans if start < stop]
+    packed = pack([tokens[start:stop] for start, stop in spans], min_shared=min_shared)
+    rows = places_of(packed, spans, input_ids.numel())
     return packed, rows.view(input_ids.shape).to(input_ids.device)
 
 

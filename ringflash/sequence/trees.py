@@ -57,6 +57,23 @@ class SharedPrefixes(NamedTuple):
         return [flat[rows.to(flat.device)] for rows in self.rows]
 
 
+def places_of(packed: SharedPrefixes, spans: Sequence[tuple[int, int]], num_tokens: int) -> Tensor:
+    """Return the packed row of each token of a flattened batch that has a next one, and -1 for others: (num_tokens,).
+
+    Args:
+        spans: where each packed sequence begins and ends in the batch.
+    """
+    places = torch.full((num_tokens,), -1, device="cpu")
+    for (start, stop), rows in zip(spans, packed.rows, strict=True):
+        places[start : stop - 1] = rows
+    return places
+
+
+def values_at(values: Tensor, places: Tensor) -> Tensor:
+    """Return values of packed tokens in the batch of `places_of`, and 0 where there is none."""
+    return values.flatten()[places.clamp(min=0)].masked_fill(places < 0, 0)
+
+
 class _Node(NamedTuple):
     tokens: np.ndarray
     parent: int  # index in order of creation
@@ -74,16 +91,22 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
         sequences: token ids, each of one token or more, of which equal ones are packed once.
         min_shared: shorter common continuations are not shared. Short documents leave parts of kernels' tiles empty.
     Raises:
-        ValueError: no sequences, or one that is empty or not 1-D.
+        ValueError: no sequences, or one that is empty, not 1-D or not of integers; min_shared below 1.
     """
-    ids = [np.asarray(x.cpu() if isinstance(x, Tensor) else x, dtype=np.int64) for x in sequences]
+    if min_shared < 1:
+        raise ValueError(f"min_shared must be 1 or more, got {min_shared}; leave it out to share all.")
+    ids = [np.asarray(x.cpu() if isinstance(x, Tensor) else x) for x in sequences]
     wrong = [x.shape for x in ids if x.ndim != 1 or not len(x)]
     if wrong or not ids:
         raise ValueError(
             "sequences must be one or more, each 1-D with one token or more, got "
             f"{wrong[0] if wrong else 'none'}; leave empty ones out, and flatten (1, seqlen)."
         )
-    nodes = _grow(ids, max(1, min_shared))
+    kinds = sorted({str(x.dtype) for x in ids if x.dtype.kind not in "iu"})
+    if kinds:
+        raise ValueError(f"sequences must be integers, token ids, got {kinds}; tokenize them first.")
+    ids = [x.astype(np.int64) for x in ids]
+    nodes = _grow(ids, min_shared)
     order = _depth_first(nodes)
     place = {node: index for index, node in enumerate(order)}
     bounds = np.cumsum([0, *(len(nodes[node].tokens) for node in order)])

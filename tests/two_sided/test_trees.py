@@ -71,6 +71,10 @@ def test_packing_by_hand() -> None:
     for wrong in ([], [[1], []], [torch.tensor([[1, 2]])]):
         with pytest.raises(ValueError, match="1-D with one token or more"):
             ringflash.share_prefixes(wrong)
+    with pytest.raises(ValueError, match=r"sequences must be integers, token ids, got \['float32'\]"):
+        ringflash.share_prefixes([torch.tensor([1.5, 2.5])])
+    with pytest.raises(ValueError, match="min_shared must be 1 or more, got 0"):
+        ringflash.share_prefixes([[1]], min_shared=0)
     for values in (torch.zeros(9), torch.zeros(2, 10), torch.zeros(1, 10, 3)):
         with pytest.raises(ValueError, match=r"values must be \(10,\) or \(1, 10\)"):
             packed.unpack(values)
