@@ -1,4 +1,4 @@
-"""The diff of docs/wrapping.md, applied to a plain LightningModule: two ranks train as one process without it.
+"""The diff of docs/lightning.md, applied to a plain LightningModule: two ranks train as one process without it.
 
 Gloo processes on the CPU, fp64 (wrap_worker.py, which says what each part shows).
 """
@@ -24,7 +24,7 @@ from tests.recipes.wrap_worker import TESTS
 
 def documented_diff() -> list[str]:
     """Return the lines of the diff of a LightningModule."""
-    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "wrapping.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "lightning.md").read_text(), re.DOTALL)
     return block.splitlines()
 
 
