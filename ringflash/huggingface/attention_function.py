@@ -1,7 +1,7 @@
 """The attention function behind attn_implementation="ringflash", its registration, and the group it runs over.
 
 register      transformers learns the name: attention `_attend`, masks `_pass_padding_mask`
-set_group     checks a model, hooks it, and stores its `ModelRing` on the attention modules
+set_group     checks a model, hooks it, and stores its `ForwardInputs`, with group and options, on the attention modules
 _attend       one layer's call: checks, then `ring_attention`, with chunks (Llama 4) and sinks (GPT-OSS)
 """
 
@@ -125,12 +125,11 @@ def set_group(
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, inputs)
-    use_sequence_order(model, options, inputs)
+    use_sequence_order(model, inputs)
     guard_losses(model, inputs)
     refuse_media(model, base, inputs)
     generate_locally(model, inputs)
     for module in modules:
-        module._ringflash = options  # type: ignore[assignment]
         module._ringflash_inputs = inputs  # type: ignore[assignment]
 
 
@@ -214,14 +213,16 @@ def _attend(
     Returns:
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
-    options = _options(module)
+    inputs: ForwardInputs | None = getattr(module, "_ringflash_inputs", None)
+    if inputs is None:
+        check_single_process()
+    options = ModelRing(None) if inputs is None else inputs.options
     spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
     mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
     causal = spans is not None or (_is_causal(module) if is_causal is None else is_causal)
     error = find_static_error(
         module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans, options.layout
     )
-    inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
         check_consistency(options, query, mask, positions, cu_seqlens, checksum, inputs, error, spans)
@@ -250,13 +251,6 @@ def _attend(
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
     """Let ranks that leave out different layers find out at their next call."""
     return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
-
-
-def _options(module: nn.Module) -> ModelRing:
-    options: ModelRing | None = getattr(module, "_ringflash", None)
-    if options is None:
-        check_single_process()
-    return options or ModelRing(None)
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -108,7 +108,7 @@ class ForwardInputs:
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
-                if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
+                if depends_on_length(child) and not hasattr(child, "_ringflash_inputs"):  # added after set_group
                     use_global_length(child, self)
             if model.training:
                 self._begin_training(model, given)
@@ -364,11 +364,8 @@ def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
         if not hasattr(type(module), "loss_function") or "labels" not in signature(type(module).forward).parameters:
             continue
         compute: Any = module.loss_function if module.get_output_embeddings() is not None else None  # type: ignore[operator]
-        if (
-            compute is not None
-            and not isinstance(compute, ShardLoss)
-            and "shift_labels" in signature(compute).parameters
-        ):
+        takes_shifted = compute is not None and "shift_labels" in signature(compute).parameters
+        if takes_shifted and not isinstance(compute, ShardLoss):
             module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
         if inputs.note_labels not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)

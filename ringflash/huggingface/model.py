@@ -64,29 +64,19 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         position_ids: Tensor,
         shift_labels: Tensor,
         num_items_in_batch: Tensor | int | None = None,
-        cu_seqlens: Tensor | None = None,
-        use_cache: bool = False,
-        checksum: Tensor | None = None,
-        is_token: Tensor | None = None,
+        *,
         per_token: bool = False,
         temperature: float | None = None,
-        length: int | None = None,
-        columns: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        mm_token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        **batch: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
             per_token: return `ringflash.loss.score_tokens` instead.
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
-            length, columns, inputs_embeds: as `decode`; `prepare_batch` does not return them.
+            batch: as `decode`.
         """
-        hidden, weight, balance = self.decode(
-            input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns, token_type_ids,
-            mm_token_type_ids, inputs_embeds,
-        )  # fmt: skip
+        hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
@@ -106,6 +96,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor,
+        *,
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
         checksum: Tensor | None = None,
@@ -118,7 +109,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
-        Args: as `forward`.
+        Args: as `prepare_batch` returns them, and
             length: length of the sequence before it was padded for the layout, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
             inputs_embeds: (batch, seqlen_local, hidden_size), shard of the embeddings; input_ids must then be None.

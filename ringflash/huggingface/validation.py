@@ -257,7 +257,7 @@ def check_layer_type(module: nn.Module) -> None:
     """
     config = getattr(module, "config", None)
     kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
-    known = _KINDS + (_RECURRENT_KINDS if _is_hybrid(module) else ())
+    known = _KINDS + (_RECURRENT_KINDS if _has_recurrent_layers(type(module).__module__) else ())
     for kind in kinds:
         if kind not in known and not _is_chunked(module, kind):
             raise NotImplementedError(
@@ -273,13 +273,9 @@ def _is_chunked(module: nn.Module, kind: str) -> bool:
     return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
 
 
-def _is_hybrid(module: nn.Module) -> bool:
-    """Return True if the model's code has recurrent layers that we know; `check_model` has looked for others."""
-    return _has_recurrent_layers(type(module).__module__)
-
-
 @torch.compiler.assume_constant_result  # or all of sys.modules would be traced
 def _has_recurrent_layers(name: str) -> bool:
+    """Return True if a model's code has recurrent layers that we know; `check_model` has looked for others."""
     return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
 
 
@@ -290,10 +286,7 @@ def check_rope(base: nn.Module) -> None:
         base: as `find_base` returns it.
     """
     parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
-    kinds = [
-        parameters,
-        *(x for x in parameters.values() if isinstance(x, dict)),
-    ]  # or one per layer type
+    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # or one per layer type
     for kind in (x.get("rope_type") for x in kinds):
         if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(

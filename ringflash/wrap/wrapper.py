@@ -125,8 +125,8 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
     local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
-        if isinstance(getattr(layer, "_ringflash", None), ModelRing):
-            changes += [(layer, "_ringflash", local), (layer._ringflash_inputs, "options", local)]
+        if (inputs := getattr(layer, "_ringflash_inputs", None)) is not None:
+            changes.append((inputs, "options", local))
         elif isinstance(layer, RingAttention):
             changes.append((layer, "options", layer.options._replace(group=None, layout="contiguous")))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
 
@@ -259,7 +260,9 @@ def dropout_over_a_mistake(group: Group) -> Training:
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)
-    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = ModelRing(None)
+    layer: Any = training.module.get_submodule("model.model.layers.1.self_attn")
+    layer._ringflash_inputs = copy(layer._ringflash_inputs)
+    layer._ringflash_inputs.options = ModelRing(None)
     return training
 
 
