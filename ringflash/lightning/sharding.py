@@ -207,7 +207,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         return resolve(ranks_of(self.trainer).cp_group)
 
     def _wrapped(self) -> WrappedState | None:
-        return getattr(self, "_ringflash_calls", None)
+        return getattr(self, "_ringflash_state", None)
 
     def _check(self, batch: Any) -> None:
         """Run `check_runs` on a few tokens of a batch, if it is sharded at all."""
