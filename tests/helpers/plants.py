@@ -449,17 +449,17 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
     layers: list[int] = []
 
-    def options(module: nn.Module) -> ModelRing:
+    def find_error(module: nn.Module, *args: Any) -> Exception | None:
         layers.append(module.layer_idx)  # type: ignore[arg-type]
-        return read(module)
+        return check(module, *args)
 
     def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
         return original(*args, window_size=change(window_size, layers[-1]), **rest)
 
-    original, read = attention_function.attend, attention_function._options
+    original, check = attention_function.attend, attention_function.find_static_error
     with (
         mock.patch.object(attention_function, "attend", attend),
-        mock.patch.object(attention_function, "_options", options),
+        mock.patch.object(attention_function, "find_static_error", find_error),
     ):
         yield
 
