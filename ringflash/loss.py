@@ -10,7 +10,6 @@ average to that mean.
 from __future__ import annotations
 
 from numbers import Integral
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -142,8 +141,7 @@ def token_log_probs(
     Numerics: softmax, sums and the gradient of weight over chunks in fp32.
     """
     chunk = _checked_chunk(hidden, weight, labels, chunk_tokens, logit_scale)
-    both = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
-    log_probs, entropy = cast(tuple[torch.Tensor, torch.Tensor], both)
+    log_probs, entropy = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
     return log_probs.view_as(labels), entropy.view_as(labels)
 
 

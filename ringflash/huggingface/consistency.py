@@ -301,23 +301,16 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
-    if flags[0]:
-        return ValueError(
-            "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
-            "ringflash.pad_sequence."
-        )
-    if flags[1]:
-        return ValueError(
-            f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
-            f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
-            "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions."
-        )
-    if flags[2]:
-        return ValueError(
-            "token_type_ids (mm_token_type_ids) must be the shard of those whose spans are the bidirectional documents "
-            "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids."
-        )
-    return None
+    rules = (
+        "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
+        "ringflash.pad_sequence.",
+        f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
+        f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
+        "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions.",
+        "token_type_ids (mm_token_type_ids) must be the shard of those whose spans are the bidirectional documents "
+        "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids.",
+    )
+    return next((ValueError(rule) for flag, rule in zip(flags, rules, strict=False) if flag), None)
 
 
 @torch.compiler.disable(reason="ranks tell one another")

@@ -23,18 +23,17 @@ _HARMLESS = {
     "output_hidden_states", "return_dict", "columns",
 }  # fmt: skip
 
-_CACHE_REMEDY = "pass use_cache=False; to generate, call generate of the model that set_group was given"
 _REMEDIES = {
     "softcap": "use a model without attention softcapping",
     "head_mask": "prune the heads instead",
-    "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "cu_seq_lens_k": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "use_cache": _CACHE_REMEDY,
-    "past_key_values": _CACHE_REMEDY,
-    "cache": _CACHE_REMEDY,
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+        "pass the bounds of the whole packed sequence as cu_seqlens",
+    ),
+    **dict.fromkeys(
+        ("use_cache", "past_key_values", "cache"),
+        "pass use_cache=False; to generate, call generate of the model that set_group was given",
+    ),
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
