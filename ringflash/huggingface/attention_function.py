@@ -29,24 +29,11 @@ from ringflash.huggingface.consistency import (
 )
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
+from ringflash.huggingface.model_checks import check_on_ring
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
 from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
-from ringflash.huggingface.validation import (
-    attention_modules,
-    check_adapters,
-    check_attention_class,
-    check_direction,
-    check_layer_type,
-    check_model,
-    check_pooling,
-    check_rope,
-    chunk_size,
-    find_base,
-    find_decoder,
-    find_static_error,
-    takes_spans,
-)
+from ringflash.huggingface.validation import attention_modules, chunk_size, find_base, find_decoder, find_static_error
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
@@ -112,16 +99,8 @@ def set_group(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
             "pass the whole model, or use another one; for one of recurrent layers only, build on ringflash.recurrent."
         )
-    check_adapters(model)
     base = find_base(model, modules[0])
-    check_pooling(model, base)
-    check_model(base)
-    check_rope(base)
-    for module in modules:
-        check_attention_class(module)
-        check_layer_type(module)
-        if not takes_spans(model):  # by which transformers' own masks go; checked in each call
-            check_direction(module)
+    check_on_ring(model, base, modules)
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, inputs)

@@ -12,8 +12,9 @@ import torch
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.batch import _checksum
+from ringflash.huggingface.model_checks import check_rope
 from ringflash.huggingface.spans import Use
-from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
+from ringflash.huggingface.validation import find_shape_error, find_static_error
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
 pytest.importorskip("transformers")
