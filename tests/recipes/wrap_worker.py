@@ -1,4 +1,4 @@
-"""A module with the diff of docs/lightning.md, on two ranks, and without it on one: parts of test_wrap_lightning.py.
+"""A module with the diff of docs/wrapping.md, on two ranks, and without it on one: parts of test_wrap_lightning.py.
 
     torchrun --nproc_per_node 2 -m tests.recipes.wrap_worker <folder with changed_gpt.py> <out>
 
@@ -41,7 +41,7 @@ SCORES = [[4.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 0.0]]  # of both ranks
 
 
 class Run(NamedTuple):
-    """The module with the diff of docs/lightning.md, and the folder of its file."""
+    """The module with the diff of docs/wrapping.md, and the folder of its file."""
 
     kind: Any
     folder: str
