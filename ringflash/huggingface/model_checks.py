@@ -12,6 +12,7 @@ from ringflash.huggingface.validation import (
     check_direction,
     check_layer_type,
     recurrent_modules,
+    rope_types,
     takes_spans,
 )
 
@@ -104,9 +105,7 @@ def _check_attention_class(module: nn.Module) -> None:
 
 def check_rope(base: nn.Module) -> None:
     """Reject rotary angles that depend on the length, if no layer can be given that length."""
-    parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
-    kinds = [parameters, *(x for x in parameters.values() if isinstance(x, dict))]  # or one per layer type
-    for kind in (x.get("rope_type") for x in kinds):
+    for kind in rope_types(base):
         if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(
                 f"rope_type must be one whose angles do not depend on the input's length, got {kind!r} and no rotary "

@@ -202,6 +202,12 @@ def _has_recurrent_layers(name: str) -> bool:
     return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
 
 
+def rope_types(module: nn.Module) -> list[str | None]:
+    """Return the rope_types of a module's configuration: one, or one per layer type."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    return [x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)]
+
+
 def check_direction(module: nn.Module) -> None:
     """Raise NotImplementedError for a bidirectional layer whose later tokens transformers' own masks may hide.
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.attention.options import CallOptions
+from ringflash.comm.comparison import gather_values
 from ringflash.comm.modules.gradients import average_gradients
 from ringflash.huggingface.consistency import ForwardInputs
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
@@ -239,9 +240,8 @@ def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[s
     """Return the names of the tensors that differ between the ranks of the group."""
     if group is None:
         return []
-    norms: list[object] = [None] * group.size()
-    dist.all_gather_object(norms, {name: x.double().norm().item() for name, x in tensors.items()}, group=group)
-    return [name for name in tensors if len({n.get(name) for n in norms}) > 1]  # type: ignore[attr-defined]
+    norms = gather_values(group, {name: x.double().norm().item() for name, x in tensors.items()})
+    return [name for name in tensors if len({n.get(name) for n in norms}) > 1]
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.comparison import gather_values
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
@@ -132,9 +133,7 @@ class Session:
             error = f"{type(problem).__name__}: {problem}"
             # printed immediately, since the other ranks may be waiting for this one
             print(f"rank {self.group.rank()}: {error}", file=sys.stderr)
-        errors: list[str] = [""] * self.group.size()
-        dist.all_gather_object(errors, error, group=self.group)
-        error = next((e for e in errors if e), "")
+        error = next((e for e in gather_values(self.group, error) if e), "")
         if error and not hasattr(self, "data"):
             raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
