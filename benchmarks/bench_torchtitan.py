@@ -56,7 +56,8 @@ from benchmarks.environment import describe  # noqa: E402
 ABOUT = (
     "Steps of torchtitan's Trainer, {flavor} with {layers} layers and a vocabulary of 16,384, one document a sequence. "
     "seconds: wall-clock time from the loss of one step to that of the next, on the first rank; tokens_per_s of all "
-    "GPUs together, by the median; memory_gib: peak of torch's allocator on the first rank."
+    "GPUs together, by the median; memory_gib: peak of torch's allocator on the first rank. "
+    "losses and gradient_norms are those of every step, from the first."
 )
 ATTENTIONS = ("ring", "flex")
 WARM_UP = 3
@@ -160,12 +161,13 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
     if OLD_TORCH:
         use_old_torch(attention)
     trainer = configure(attention, **arguments).build()
-    ends, losses, log = [], [], trainer.metrics_processor.log
+    ends, losses, norms, log = [], [], [], trainer.metrics_processor.log
 
-    def logged(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+    def logged(step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
         ends.append(time.perf_counter())  # the loss is on the host: the step has ended on the device
         losses.append(loss)
-        log(step, loss, *args, **kwargs)
+        norms.append(norm)
+        log(step, loss, largest, norm, **more)
 
     trainer.metrics_processor.log = logged
     trainer.train()
@@ -178,6 +180,7 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
             "tokens_per_s": round(arguments["seqlen"] / statistics.median(seconds)),
             "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
             "losses": losses,
+            "gradient_norms": norms,
         }
         out.write_text(json.dumps(found))
     trainer.close()
