@@ -197,11 +197,11 @@ def main() -> None:
     parser.add_argument("--flavor", default="llama3_8b", help="function of torchtitan.models.llama3.config_registry")
     parser.add_argument("--nproc", type=int, default=None, help="GPUs; default all")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
-    parser.add_argument("--run", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
+    parser.add_argument("--only", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
     options = parser.parse_args()
     shape = {"layers": options.layers, "steps": options.steps, "flavor": options.flavor}
-    if options.run:
-        attention, seqlen = options.run.split(":")
+    if options.only:
+        attention, seqlen = options.only.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)
         return
     results: dict[str, Any] = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
@@ -211,7 +211,7 @@ def main() -> None:
                 out = Path(folder, "result.json")
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
                 command += [str(options.nproc or torch.cuda.device_count()), __file__, "--json", str(out)]
-                command += ["--run", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
+                command += ["--only", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
                 subprocess.run(command, check=True)
                 results["rows"].append(row := json.loads(out.read_text()))
             options.json.write_text(json.dumps(results, indent=1))
