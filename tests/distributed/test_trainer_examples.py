@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tests.helpers import trainer
 from tests.helpers.examples import example
 from tests.helpers.pool import Context, Pool
-from tests.recipes.launching import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

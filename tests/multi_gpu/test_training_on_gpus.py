@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import Ranks
 from tests.helpers.shared_gpu import num_gpus, visible
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
-from tests.recipes.launching import Ranks
 from tests.recipes.test_wrap_lightning import write_changed
 
 pytestmark = pytest.mark.multi_gpu

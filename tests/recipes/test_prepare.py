@@ -18,7 +18,7 @@ import pytest
 
 from recipes.data.__main__ import _parser, main
 from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
-from tests.helpers.forked import forked
+from tests.helpers.ranks import forked
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 

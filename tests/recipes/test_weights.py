@@ -18,7 +18,7 @@ from ringflash.data.order import SampleOrder
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
 from ringflash.lightning.module import build_model
 from tests.recipes.launching import run_ranks, write_text
-from tests.recipes.strategy_worker import CONFIG, SEQLEN
+from tests.recipes.test_strategy import CONFIG, SEQLEN
 
 MOE = {
     "moe_intermediate_size": 24, "num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6,

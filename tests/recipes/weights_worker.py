@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.lightning import CausalLM
 from ringflash.memory import Memory
-from tests.recipes.strategy_worker import CONFIG, Recorder, data, trainer_with
+from tests.recipes.test_strategy import CONFIG, Recorder, data, trainer_with
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import tell_apart
 from ringflash.commands.doctor.judge import declared_ranges, differences, judge
 from ringflash_kernels.api import TRITON_RELEASES
-from tests.recipes.launching import Ranks, run_ranks
+from tests.helpers.ranks import Ranks, run_ranks
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
 HEALTHY: dict[str, Any] = {
