@@ -218,12 +218,9 @@ def test_tiled_mlps_learn_under_fsdp1(ctx: Context, use_orig_params: bool) -> No
     tiled = copy.deepcopy(plain)
     tile_mlps(tiled, 3)
     model = FullyShardedDataParallel(
-        tiled,
-        ctx.group,
-        auto_wrap_policy=ModuleWrapPolicy({MLP}),
-        use_orig_params=use_orig_params,
+        tiled, ctx.group, auto_wrap_policy=ModuleWrapPolicy({MLP}), use_orig_params=use_orig_params,
         device_id=ctx.device,
-    )
+    )  # fmt: skip
     x = torch.randn(ctx.size, 8, 8, dtype=torch.float64)
     for module, rows in ((plain, x), (model, x[ctx.rank, None])):
         module(rows).square().mean().backward()

@@ -207,12 +207,9 @@ HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
     "chunks_dropped": ("chunks", None, "0.self_attn at position 5 (chunk 0", AT_ONE_TOO),
     "chunks_of_the_shard": ("chunks", None, "0.self_attn at position 12 (chunk 1, held by rank 1)", ""),
     "chunks_of_the_sequence": (
-        "chunks",
-        BOUNDS,
-        "0.self_attn at position 33 (",
-        "29 does not reach 33, inside [29, 34)",
+        "chunks", BOUNDS, "0.self_attn at position 33 (", "29 does not reach 33, inside [29, 34)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("patch", HIDDEN_BY_FULL_LAYERS)

@@ -86,14 +86,12 @@ def paired_mask_cases() -> list[Case]:
     """Every pair of values of two of the four properties of a mask, in a quarter of all masks."""
     return [
         Case(
-            causal=(i + j) % 2 == 0,
-            window=window,
-            documents=documents,
+            causal=(i + j) % 2 == 0, window=window, documents=documents,
             layout=("zigzag", "contiguous")[(i + j // 2) % 2],
         )
         for i, window in enumerate(WINDOWS)
         for j, documents in enumerate(DOCUMENTS)
-    ]
+    ]  # fmt: skip
 
 
 def tree_cases() -> list[Case]:

@@ -97,12 +97,9 @@ def main(task: Task) -> None:
     if device.type == "cuda":
         device = shared_gpu.use_gpu(task.rank, task.size)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{task.port}",
-        rank=task.rank,
-        world_size=task.size,
-        timeout=timedelta(minutes=10),
-    )
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{task.port}", rank=task.rank,
+        world_size=task.size, timeout=timedelta(minutes=10),
+    )  # fmt: skip
     ringflash.set_timeout(task.timeout_s)
     with ExitStack() as patches:
         if device.type == "cpu":

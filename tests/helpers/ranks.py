@@ -33,22 +33,11 @@ TORCHRUN = (
     "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "GROUP_RANK",
 )  # fmt: skip
 _PRELOADED = [
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.trainer",
-    "trl.trainer.dpo_trainer",
-    "trl.trainer.grpo_trainer",
-    "trl.trainer.sft_trainer",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "lightning.pytorch.cli",
-    "torch.utils.tensorboard",
-    "deepspeed",
-]
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "transformers.trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer",
+    "trl.trainer.sft_trainer", "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3", "lightning.pytorch.cli", "torch.utils.tensorboard", "deepspeed",
+]  # fmt: skip
 
 
 def forked() -> ForkServerContext:

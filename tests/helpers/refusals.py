@@ -277,9 +277,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "parents_ahead": Refusal("ValueError", "parents must order documents depth first, got 2", _trees([-1, 2, -1])),
     "parents_not_causal": Refusal(
-        "ValueError",
-        "causal must be True with parents",
-        lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a),
+        "ValueError", "causal must be True with parents", lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a),
     ),
     "bidirectional_right_window": Refusal(
         "ValueError",
@@ -302,4 +300,4 @@ REFUSALS: dict[str, Refusal] = {
     "one_rank_length": Refusal("ValueError", "seqlen must be divisible", _last_rank(_tensors(_cut(7)))),
     "one_rank_documents": Refusal("ValueError", "cu_seqlens must start", _last_rank(_cu_seqlens(lambda n: [1, n]))),
     "one_rank_bound_type": Refusal("ValueError", "must be 1-D int32", _last_rank(_cu_seqlens(lambda n: n))),
-}
+}  # fmt: skip

@@ -81,15 +81,10 @@ def test_random_shapes(seed: int) -> None:
         cuts = sorted(draw.sample(range(1, 900), draw.randint(1, 6)))
         mask = Mask.documents([0, *cuts, 900], causal=draw.random() < 0.5, window_size=window)
     check(
-        mask,
-        head_dim=draw.choice(HEAD_DIMS),
-        dtype=draw.choice((torch.bfloat16, torch.float16)),
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        batch=draw.randint(1, 3),
-        num_sms=draw.choice((None, draw.randint(1, 132))),
-        seed=seed,
-    )
+        mask, head_dim=draw.choice(HEAD_DIMS), dtype=draw.choice((torch.bfloat16, torch.float16)),
+        num_heads=kv_heads * group, num_kv_heads=kv_heads, batch=draw.randint(1, 3),
+        num_sms=draw.choice((None, draw.randint(1, 132))), seed=seed,
+    )  # fmt: skip
 
 
 def test_transposed_storage() -> None:

@@ -139,11 +139,9 @@ def replay(ctx: Context, transport: str, impl: str) -> list[float]:
 
 
 REPLAYS = {
-    "nccl": replay,
-    "nccl, sections": replay_in_sections,
-    "copy_engine": replay,
+    "nccl": replay, "nccl, sections": replay_in_sections, "copy_engine": replay,
     "copy_engine, sections": replay_in_sections,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", REPLAYS)

@@ -175,16 +175,8 @@ def test_every_key_is_explained(path: Path) -> None:
     """A key with a value, or above such keys that are not, has a comment."""
     bare = [line for line in path.read_text().splitlines() if ":" in line and "#" not in line]
     allowed = {
-        "trainer:",
-        "strategy:",
-        "init_args:",
-        "progress:",
-        "model:",
-        "data:",
-        "memory:",
-        "class_path:",
-        "output_dir:",
-    }
+        "trainer:", "strategy:", "init_args:", "progress:", "model:", "data:", "memory:", "class_path:", "output_dir:",
+    }  # fmt: skip
     assert [line for line in bare if line.split()[0] not in allowed] == []
 
 

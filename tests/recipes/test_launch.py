@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from recipes.lightning.resume import newest_checkpoint
-from tests.recipes.launching import ROOT, interrupt, run, run_ranks, write_text
+from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
+from recipes.lightning.text import TextData
+from tests.helpers.pool import Context, on_ranks
+from tests.recipes.launching import ROOT, interrupt, run, write_text
 
 LAUNCH = ROOT / "launch"
 RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
@@ -171,12 +174,10 @@ esac
 @pytest.mark.parametrize(
     ("spare", "sent", "trained", "ends"),
     [
-        ("2", "", ["a2,a3", "a3,a4"], ""),
-        ("1", "", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
-        ("0", "", [], "got 3 of 4"),
-        ("2", "USR1", ["a2,a3"], "requeue 7"),
+        ("2", "", ["a2,a3", "a3,a4"], ""), ("1", "", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
+        ("0", "", [], "got 3 of 4"), ("2", "USR1", ["a2,a3"], "requeue 7"),
     ],
-)
+)  # fmt: skip
 def test_slurm_trains_on_nodes_without_a_fault(
     tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str
 ) -> None:
@@ -466,12 +467,17 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == complete
 
 
-def test_ranks_that_find_other_files_all_fail(tmp_path: Path) -> None:
-    """Two processes, of which one does not see the checkpoint, has other text, or none: no rank is left to wait."""
-    folders = [write_text(tmp_path / str(rank), 60 + rank) for rank in range(2)]
-    output = run_ranks("tests.recipes.disagreeing_worker", *folders, num_ranks=2)
-    same = "all ranks of the group must make the same call, got"
-    for rank in range(2):
-        assert f"rank {rank}: {same} ckpt_path a.ckpt (rank 0), " in output
-        assert f"rank {rank}: {same} fingerprints of the text ['" in output
-        assert f"rank {rank}: folder must hold files that end in '.no', got none in {folders[0]}" in output
+@on_ranks(2)
+def test_ranks_that_find_other_files_all_fail(ctx: Context, tmp_path: Path) -> None:
+    """One does not see the checkpoint, has other text, or none: no rank is left to wait."""
+    torch.distributed.init_process_group("gloo")
+    folders = [write_text(tmp_path / f"{ctx.rank} {rank}", 60 + rank) for rank in range(2)]
+    mine, same = folders[ctx.rank], "^all ranks of the group must make the same call, got "
+    SameCheckpoint("a.ckpt").setup(None, None, "fit")
+    with pytest.raises(ValueError, match=same + r"ckpt_path a.ckpt \(rank 0\), "):
+        SameCheckpoint(None if ctx.rank else "a.ckpt").setup(None, None, "fit")
+    TextData(16, str(folders[0]), ".txt").read()
+    with pytest.raises(ValueError, match=same + r"fingerprints of the text \['"):
+        TextData(16, str(mine), ".txt").read()
+    with pytest.raises(ValueError, match="^folder must hold files that end in '.no', got none in .*0"):
+        TextData(16, str(folders[0]), ".no" if ctx.rank else ".txt").read()

@@ -25,19 +25,12 @@ RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
 STEPS = 4
 
 SCALED_DOWN = {
-    "trainer.max_steps": STEPS,
-    "trainer.val_check_interval": 2,
-    "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision",
-    "checkpoint.every_n_train_steps": 2,
-    "checkpoint.save_top_k": -1,
-    "progress.every_n_steps": 1,
-    "data.seqlen": 96,
-    "data.suffix": ".txt",
-    "data.num_eval_sequences": 2,
-    "model.model.hidden_size": 32,
-    "model.model.intermediate_size": 48,
+    "trainer.max_steps": STEPS, "trainer.val_check_interval": 2,
+    "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision", "checkpoint.every_n_train_steps": 2,
+    "checkpoint.save_top_k": -1, "progress.every_n_steps": 1, "data.seqlen": 96, "data.suffix": ".txt",
+    "data.num_eval_sequences": 2, "model.model.hidden_size": 32, "model.model.intermediate_size": 48,
     "model.model.num_hidden_layers": 2,
-}
+}  # fmt: skip
 
 
 def arguments(folder: Path, name: str, **flags: object) -> list[str | Path]:

@@ -17,8 +17,10 @@ from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
 from ringflash.lightning.module import build_model
-from tests.recipes.launching import run_ranks, write_text
+from tests.helpers.pool import Launches
+from tests.recipes.launching import write_text
 from tests.recipes.test_strategy import CONFIG, SEQLEN
+from tests.recipes.weights_worker import found
 
 MOE = {
     "moe_intermediate_size": 24, "num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6,
@@ -29,21 +31,13 @@ LATENT = {
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 FAMILIES = {
-    "mixtral": MOE,
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24},
-    "qwen3_moe": MOE,
-    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"},
-    "deepseek_v3": {**MOE, **LATENT},
-    "olmoe": MOE,
-    "glm4_moe": {**MOE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "gpt_oss": MOE,
-    "llama4_text": {**MOE, "intermediate_size_mlp": 48},
-    "granitemoe": MOE,
-    "phimoe": MOE,
+    "mixtral": MOE, "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24}, "qwen3_moe": MOE,
+    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"}, "deepseek_v3": {**MOE, **LATENT}, "olmoe": MOE,
+    "glm4_moe": {**MOE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, "gpt_oss": MOE,
+    "llama4_text": {**MOE, "intermediate_size_mlp": 48}, "granitemoe": MOE, "phimoe": MOE,
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 24},
-    "minimax_m2": MOE,
-    "gpt_neox": {},
-}
+    "minimax_m2": MOE, "gpt_neox": {},
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
 
 
@@ -89,17 +83,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of two ranks."""
-    out = tmp_path_factory.mktemp("found")
-    run_ranks("tests.recipes.weights_worker", folder, out, num_ranks=2)
-    return out
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("found")
 
 
 @pytest.fixture(scope="module")
-def ranks(out: Path) -> list[dict[str, Any]]:
-    """The same, read."""
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+def ranks(pool: Launches, folder: Path, out: Path) -> list[dict[str, Any]]:
+    """What each of two ranks found; they leave checkpoints in <out>."""
+    return pool.run(found, folder, out, size=2)
 
 
 def first_loss(model: nn.Module, folder: Path) -> float:
@@ -144,7 +135,7 @@ def test_what_transformers_keeps_in_fp32_is_not_rounded(ranks: list[dict[str, An
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "fp32 routers", dtype=torch.bfloat16)
-    want = {name: [str(p.dtype), p.double().norm().item()] for name, p in model.named_parameters()}
+    want = {name: (str(p.dtype), p.double().norm().item()) for name, p in model.named_parameters()}
     assert sum(dtype == "torch.float32" for dtype, _ in want.values()) == 2
     for rank in ranks:
         assert rank["in_bf16"]["before"] == want

@@ -83,13 +83,11 @@ def test_what_hides_behind_another_kind_is_not_counted() -> None:
 
 spans = st.lists(
     st.builds(
-        lambda kind, begin, length: Span(kind, begin, begin + length),
-        st.sampled_from(PRECEDENCE),
-        st.integers(0, 60),
+        lambda kind, begin, length: Span(kind, begin, begin + length), st.sampled_from(PRECEDENCE), st.integers(0, 60),
         st.integers(0, 20),
     ),
     max_size=12,
-)
+)  # fmt: skip
 
 
 @given(spans)

@@ -65,11 +65,9 @@ def test_a_key_counts_when_every_token_is_right(
         monkeypatch.setattr(passkey, "strategy_of", lambda trainer: ring)
         logged: list[tuple[dict[str, float], int]] = []
         trainer = SimpleNamespace(
-            datamodule=SimpleNamespace(seqlen=256),
-            precision_plugin=SimpleNamespace(forward_context=nullcontext),
-            loggers=[SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))],
-            global_step=7,
-        )
+            datamodule=SimpleNamespace(seqlen=256), precision_plugin=SimpleNamespace(forward_context=nullcontext),
+            loggers=[SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))], global_step=7,
+        )  # fmt: skip
         callback = Passkey(depths=(0.0, 0.5))
         callback.on_validation_end(trainer, copying(right))
     finally:
