@@ -111,7 +111,7 @@ def test_two_groups_at_once(ctx: Context) -> None:
 
 
 @on_ranks(2)
-def test_a_message_of_the_callers_is_not_mixed_up_with_keys(ctx: Context) -> None:
+def test_messages_of_the_caller_are_not_keys(ctx: Context) -> None:
     """Rank 1 waits for a message while both call; it has the size of K and V, and is sent after the call."""
     q = torch.arange(256, dtype=torch.float64).view(1, 8, 2, 16) + ctx.rank
     want = ringflash.ring_attention(q, q, q, group=ctx.group)
@@ -127,7 +127,7 @@ def test_a_message_of_the_callers_is_not_mixed_up_with_keys(ctx: Context) -> Non
 
 
 @on_ranks(4)
-def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(ctx: Context) -> None:
+def test_mesh_of_two_axes_or_other_ranks_is_refused(ctx: Context) -> None:
     axes = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
     lower, upper = (DeviceMesh(ctx.device.type, ranks) for ranks in ([0, 1], [2, 3]))
     x = torch.ones(1, 8, 2, 16)
@@ -165,7 +165,7 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
 
 @pytest.mark.parametrize("differing", ["unshard_sequence", "dtype", "dim", "layout", "cu_seqlens", "gradient"])
 @on_ranks(2)
-def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differing: str) -> None:
+def test_unshard_of_other_shards_is_refused(ctx: Context, differing: str) -> None:
     """An all-gather of them would have ended a process, or returned the bytes of one dtype as another's."""
     first = ctx.rank == 0
     x = torch.ones(4, 4 if first or differing != "unshard_sequence" else 2)

@@ -176,7 +176,7 @@ def test_shared_prefixes_change_nothing(ctx: Context, kind: str, layout: str, le
 )
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
-def test_lengths_and_positions_are_those_without_padding(
+def test_lengths_and_positions_without_padding(
     ctx: Context, name: str, changes: dict[str, Any], kind: str, alone: bool
 ) -> None:
     """Angles that depend on the length, and Llama 4, whose attention counts positions: in each document."""

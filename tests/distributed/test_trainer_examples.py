@@ -65,7 +65,7 @@ def launch(code: str, folder: Path) -> str:
     return printed[0]
 
 
-def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
+def test_trainer_by_accelerate_equals_one_process(tmp_path: Path) -> None:
     """Losses, gradient norms and the evaluations, to the four digits that Trainer prints; a step takes two batches.
 
     The last batch of an epoch has one sequence for two. The process is without ringflash; the ring also continues from

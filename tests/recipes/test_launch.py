@@ -138,9 +138,7 @@ def test_a_recipe_that_is_not_there_is_refused(launcher: str, dry: str) -> None:
         ("slurm.sbatch", ("DRY_RUN", "SPARE")),
     ],
 )
-def test_help_names_the_options_and_variables_of_the_launcher(
-    launcher: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_help_names_options_and_variables(launcher: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """From any folder; and where the recipe's own flags are listed."""
     command = ["bash", "-c", f"cd {tmp_path} && bash {LAUNCH / launcher} --help"]
     shown = run(command)
@@ -212,7 +210,7 @@ def test_a_node_with_a_fault_does_not_print_its_name(tmp_path: Path, healthy: bo
 
 
 @pytest.mark.parametrize("flag", [("--ckpt_path", "runs/a.ckpt"), ("--ckpt_path=null",)], ids=str)
-def test_a_checkpoint_that_every_start_would_begin_from_is_refused(flag: tuple[str, ...]) -> None:
+def test_checkpoint_of_every_start_is_refused(flag: tuple[str, ...]) -> None:
     """A job that is queued again, or started again after a crash, would lose the steps since."""
     value = flag[-1].removeprefix("--ckpt_path=")
     with pytest.raises(AssertionError, match=f"must be auto where SLURM may queue the job again, got {value}: "):
@@ -279,7 +277,7 @@ AGENT = f"import subprocess, sys; print('status', subprocess.run([sys.executable
 SUPERVISE = 'set -euo pipefail; export LAUNCHER=$$; source launch/common.sh; supervise ask_workers deaf "$@"'
 
 
-def test_a_process_that_is_still_starting_hears_the_signal_later() -> None:
+def test_starting_process_hears_the_signal_later() -> None:
     """The launcher gets it before the process listens; the agent between them, which gets it too, does not die."""
     assert run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", AGENT], timeout_s=30.0) == "status 0\n"
 
@@ -292,7 +290,7 @@ signal.pause()
 """
 
 
-def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -> None:
+def test_local_launcher_ends_well_after_a_signal(tmp_path: Path) -> None:
     """In a new folder, where the training is a few lines: torchrun starts two, and ends with status 0."""
     shutil.copytree(LAUNCH, tmp_path / "launch")
     folder = tmp_path / "recipes" / "lightning"
@@ -334,7 +332,7 @@ def test_signals_do_not_change_the_status() -> None:
 
 
 @pytest.mark.parametrize("name", ["INT", "HUP", "QUIT"])
-def test_other_signals_to_the_launcher_reach_the_command(name: str) -> None:
+def test_other_signals_reach_the_command(name: str) -> None:
     """A terminal that closes must not leave a training behind that ignores SIGTERM."""
     agent = (
         f"import os, signal, sys, time; signal.signal(signal.SIG{name}, lambda *_: sys.exit(5)); "
@@ -448,7 +446,7 @@ def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metada
     return path
 
 
-def test_newest_complete_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
+def test_newest_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
     """The time of completion counts, then the step, if clocks are coarse; one in an older version may be the newest."""
     assert newest_checkpoint(tmp_path / "none") is None
     write_checkpoint(tmp_path / "version_1/checkpoints/epoch=0-step=40.ckpt", age=9)

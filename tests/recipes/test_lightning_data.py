@@ -46,7 +46,7 @@ def test_text_that_fills_no_sequence_is_refused() -> None:
         PackedText([b"abc"], 64)
 
 
-def test_standard_library_is_real_text_with_a_held_out_part() -> None:
+def test_standard_library_has_a_held_out_part() -> None:
     """Thousands of sequences by default, a few percent of the files held out, installed packages left out."""
     files = text_files()
     held_out = [name for name, _ in files if is_held_out(name)]
@@ -86,7 +86,7 @@ def test_checkpoint_of_other_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("place", "refused"), [("TokenData", True), ("TextData", False), ("OwnData", False)])
-def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: bool) -> None:
+def test_checkpoint_of_another_data_class_is_refused(place: str, refused: bool) -> None:
     """Lightning does not hand its place over: the run began at the first sequence again. A user's data has none."""
     states = {"OwnData": {"seen": 1}} if place == "OwnData" else {place: {"num_consumed": 7}}
     batches = {kind: {"ready": 4, "completed": 4} for kind in ("current", "total")}
@@ -101,7 +101,7 @@ def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: boo
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> None:
+def test_place_within_a_step_is_that_of_its_begin(dp_size: int) -> None:
     """Two steps of four batches, and three batches of the third: of each, every data rank has consumed one sample."""
     batches = {kind: {"ready": 11, "completed": 11} for kind in ("current", "total")}
     checkpoint = {
@@ -146,7 +146,7 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ),
     ],
 )
-def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
+def test_trainers_with_other_settings_are_refused(options: dict, dp_size: int, message: str) -> None:
     """All data ranks would train on the same; epochs without end, or that end in a step; ranks that would part."""
     defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 2}
     defaults |= {

@@ -109,7 +109,7 @@ def test_resume_continues_on_another_number_of_ranks(folder: Path, two_ranks: Ru
 
 
 @pytest.mark.parametrize("every_n_epochs", ["null", 1])
-def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, every_n_epochs: object) -> None:
+def test_checkpoints_are_judged_by_their_evaluation(folder: Path, every_n_epochs: object) -> None:
     """A save is due at every step, an evaluation after every second: no checkpoint has another step's loss."""
     monitor = {"checkpoint.monitor": "eval_loss/held_out", "checkpoint.mode": "min"}
     epochs = {"checkpoint.every_n_train_steps": 1, "trainer.check_val_every_n_epoch": every_n_epochs}
@@ -141,7 +141,7 @@ def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
     assert meta["global_step"] == meta["TextData"]["num_consumed"] / 3 == step == STEP + 1
 
 
-def test_run_without_loggers_goes_on_below_its_output_dir(folder: Path) -> None:
+def test_run_without_loggers_stays_in_its_output_dir(folder: Path) -> None:
     """Its checkpoints lie there, not where it was started; the second start meets what the first has written."""
     name, output_dir = "without-loggers", folder / "without-loggers"
     quick = {"loggers": "[]", "checkpoint.every_n_train_steps": 1, "trainer.limit_val_batches": 0}
@@ -169,7 +169,7 @@ def test_bucket_is_refused(folder: Path, strategy: str) -> None:
     assert "step      1 " not in str(failed.value) and not (ROOT / "memory:").exists()
 
 
-def test_last_checkpoint_of_a_run_that_has_none_is_refused(folder: Path) -> None:
+def test_missing_last_checkpoint_is_refused(folder: Path) -> None:
     """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
     with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
         main(["fit", "--config", *map(str, arguments(folder, "last", ckpt_path="last"))])

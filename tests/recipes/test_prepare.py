@@ -64,7 +64,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.data.prepare.multiprocessing.get_context", lambda method: context)
 
 
-def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
+def test_text_and_jsonl_become_bytes_and_a_separator(tmp_path: Path) -> None:
     """In the order of the files' names; other files of the folder are named; nothing else is left behind."""
     (write_inputs(tmp_path / "in") / ".git").mkdir()
     (tmp_path / "in" / ".git" / "config.md").write_text("hidden")

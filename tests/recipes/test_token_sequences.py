@@ -174,7 +174,7 @@ def test_rank_reads_its_chunks_and_one_token_more(
 
 @SHARED
 @given(st.integers(2, 300), st.sampled_from([0.5, 5.0, 50.0]), st.integers(0, 99))
-def test_split_holds_out_the_same_documents_for_every_seed(count: int, percent: float, seed: int) -> None:
+def test_split_holds_out_the_same_for_every_seed(count: int, percent: float, seed: int) -> None:
     """Each document in one of the parts; the seed only changes the order of training."""
     trained, held_out = split(count, percent, seed)
     assert sorted([*trained.tolist(), *held_out.tolist()]) == list(range(count))
@@ -194,7 +194,7 @@ def test_mixed_documents_are_the_same_ones(lengths: list[int], seed: int) -> Non
     assert torch.equal(mixed, mix_lengths(documents.clone(), sizes[documents]))
 
 
-def test_sequences_of_mixed_documents_have_similar_work() -> None:
+def test_mixed_documents_make_similar_work() -> None:
     """Lengths of 128 to 32k, sequences of 262,144 tokens: the sums of squares differ by a third as much as shuffled."""
     lengths = (128 * 256 ** torch.rand(20000, generator=torch.Generator().manual_seed(0))).long()
     orders = [shuffled(len(lengths), name) for name in "ab"]
@@ -218,7 +218,7 @@ def test_split_of_one_document_is_refused() -> None:
         split(1, 5.0, 0)
 
 
-def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) -> None:
+def test_uncut_length_and_no_documents_are_refused(tmp_path: Path) -> None:
     """With what must hold; also a sequence that is not there, so that a loop over all of them ends."""
     files = write_tokens(tmp_path, [[1, 2, 3]], 1)
     with pytest.raises(ValueError, match=r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"):

@@ -89,7 +89,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(pool: Launches, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """What each of two ranks found; they leave checkpoints in <out>."""
+    """Findings of each of two ranks, which leave checkpoints in <out>."""
     return pool.run(found, folder, out, size=2)
 
 
@@ -130,7 +130,7 @@ def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
         assert sum(held) == whole and max(held) <= 0.52 * whole
 
 
-def test_what_transformers_keeps_in_fp32_is_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
     """Parameters of Ernie 4.5's routers, in a model whose layers are in bf16."""
     from transformers import AutoModelForCausalLM
 
@@ -425,7 +425,7 @@ def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path
     ],
     ids=["new", "old", "old and scaled"],
 )
-def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any]) -> None:
+def test_rope_parameters_replace_the_checkpoints(before: dict[str, Any]) -> None:
     """Whichever keys it has; its base stays where none is given. Older keys are refused: they would not count."""
     from transformers import AutoConfig
 

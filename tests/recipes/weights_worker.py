@@ -105,7 +105,7 @@ def drawn(folder: Path, seed: int) -> dict[str, float]:
 
 
 def found(ctx: Context, folder: Path, out: Path) -> dict[str, Any]:
-    """What a rank found; the folder holds checkpoint directories of transformers, and texts."""
+    """Return what a rank finds; the folder holds checkpoint directories of transformers, and texts."""
     torch.manual_seed(0)
     found: dict[str, Any] = {"untied": started(folder, "untied", save=out / "saved.ckpt")}
     found["tied"] = started(folder, "tied")

@@ -40,7 +40,7 @@ def test_committed_results_are_read() -> None:
     assert first.ratio == pytest.approx(written["tflops"]["ringflash"] / written["tflops"]["flash-attn-4"])
 
 
-def test_rows_compare_over_the_same_peer_where_there_is_one(tmp_path: Path) -> None:
+def test_rows_are_compared_over_the_same_peer(tmp_path: Path) -> None:
     """A machine that is slower as a whole is no regression; without the peer only the figure itself is left."""
     old = write(tmp_path / "old", a={"ringflash": 600, "fa": 600}, b={"ringflash": 600}, c={"ringflash": 1})
     new = write(tmp_path / "new", a={"ringflash": 540, "fa": 540}, b={"ringflash": 540}, d={"ringflash": 1})
@@ -76,7 +76,7 @@ def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: py
     assert main([*arguments, "--rows", "^a"]) == 0
 
 
-def test_a_baseline_without_a_row_in_common_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baseline_without_a_common_row_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If nothing was compared, nothing is known to be as fast as it was."""
     old, new = (write(tmp_path / name, **{name: {"ringflash": 600}}) for name in ("old", "new"))
     assert main(["bench", str(new), "--baseline", str(old)]) == 2
@@ -170,7 +170,7 @@ def test_a_stopped_command_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.parametrize("arguments", [["ring", "--toy"], [str(COMMITTED)], ["--help"]], ids=str)
-def test_an_installation_without_the_benchmarks_is_refused(
+def test_installation_without_benchmarks_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     """A wheel has none; the other commands run."""
@@ -191,7 +191,7 @@ def test_version_says_where_the_documents_are(capsys: pytest.CaptureFixture[str]
     assert printed == f"ringflash {ringflash.__version__}, documents: {urls['Documentation']}"
 
 
-def test_results_of_an_earlier_run_are_not_shown_as_new(
+def test_results_of_an_earlier_run_are_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A script that finds no row of that name writes nothing."""

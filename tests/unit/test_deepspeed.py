@@ -63,7 +63,7 @@ def test_what_is_given_twice_is_refused(keyword: str, name: str) -> None:
         check({name: {"type": "Adam"}}, {keyword: object()})
 
 
-def test_a_modules_optimizer_has_one_place_with_lightning() -> None:
+def test_optimizer_has_one_place_with_lightning() -> None:
     """Lightning would train with the config's, at another rate than the module's."""
 
     class Module(lightning.LightningModule):
@@ -194,7 +194,7 @@ def test_another_device_than_deepspeeds_is_refused() -> None:
         _check_device("tpu")
 
 
-def test_mesh_before_the_processes_have_joined_is_refused() -> None:
+def test_mesh_before_processes_joined_is_refused() -> None:
     with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
         _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
 

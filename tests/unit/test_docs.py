@@ -58,7 +58,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*(f"{page.relative_to(ROOT)}" for page in PAGES), quotes.SIDECAR])
-def test_tables_and_figures_are_those_of_the_committed_results(name: str, written: Path) -> None:
+def test_tables_and_figures_are_those_of_results(name: str, written: Path) -> None:
     """`make figures` writes them anew."""
     assert (written / name).read_text() == (ROOT / name).read_text()
 

@@ -84,7 +84,7 @@ def test_triton_is_shown_with_what_is_known_of_it() -> None:
     assert line == "3.6.0; tested on GPUs: {}; speed relative to 3.6: {}".format(*TRITON_RELEASES["3.6"][1:])
 
 
-def test_a_core_package_that_is_missing_is_a_fault_and_others_are_not() -> None:
+def test_only_a_missing_core_package_is_a_fault() -> None:
     rest = {k: v for k, v in HEALTHY["packages"].items() if k not in ("torch", "deepspeed")}
     assert said(packages=rest) == [("fault", "torch", "not installed")]
 
@@ -151,7 +151,7 @@ def test_hosts_that_differ_are_named() -> None:
     assert (finding.level, finding.found) == ("ok", "2, alike")
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
+def test_hosts_of_one_name_differ_by_their_boots() -> None:
     """Hosts made from one image; and containers of one host, whose names differ."""
     told = tell_apart({0: {**HEALTHY, "host": "node", "boot": "1a"}, 1: {**HEALTHY, "host": "node", "boot": "2b"}})
     assert [facts["host"] for facts in told.values()] == ["node (1a)", "node (2b)"]
@@ -168,11 +168,11 @@ def test_a_system_without_a_boots_id_has_its_name(monkeypatch: pytest.MonkeyPatc
     assert str(this_host()) == platform.node()
 
 
-def test_the_newer_name_of_the_allocators_variable_counts() -> None:
+def test_newer_name_of_the_allocator_variable_counts() -> None:
     assert said(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == []
 
 
-def test_each_host_is_judged_once_and_missing_ranks_are_named() -> None:
+def test_hosts_are_judged_once_missing_ranks_named() -> None:
     sick = {**HEALTHY, "host": "b", "open_files": 10}
     findings = examine({0: HEALTHY, 1: sick, 2: sick}, missing=[3, 5])
     assert findings[0].level == "fault" and findings[0].found == "rank 3, 5 did not answer"
@@ -252,7 +252,7 @@ def test_a_result_is_found_among_the_logs() -> None:
     assert _probe([sys.executable, "-c", text], 30.0) == ({"a": 1}, "")
 
 
-def test_processes_with_sessions_of_their_own_end_with_a_probe() -> None:
+def test_processes_in_other_sessions_end_with_a_probe() -> None:
     """torchrun starts its ranks so: one that hangs holds the pipe, and the GPU, until it is killed."""
     rank = "import time; time.sleep(60)"
     launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"

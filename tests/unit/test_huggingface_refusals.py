@@ -382,7 +382,7 @@ def test_keywords_of_the_loss_may_reach_attention() -> None:
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_angles_by_length_need_a_rotary_layer(rope_type: str, nested: bool) -> None:
-    """Which can be told the length of the whole sequence."""
+    """Such a layer can be told the length of the whole sequence."""
     parameters: dict = {"rope_type": rope_type, "rope_theta": 1e4}
     base = nn.Module()
     base.config = SimpleNamespace(rope_parameters={"full_attention": parameters} if nested else parameters)

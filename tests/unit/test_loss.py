@@ -63,7 +63,7 @@ def test_bf16_within_what_torch_loses() -> None:
     assert_close(ours, results(plain(*wide, exact[2]), *wide), baseline)
 
 
-def test_the_gradient_of_the_weight_is_summed_over_chunks_in_fp32() -> None:
+def test_weight_gradient_is_summed_in_fp32() -> None:
     """In bf16 a sum of equal terms stays at 256 of them."""
     hidden, weight, labels = (x[:1, :1].repeat(1, 1024, 1) if x.dim() == 3 else x for x in draw(torch.bfloat16))
     labels = labels[:1, :1].expand(1, 1024)
@@ -74,7 +74,7 @@ def test_the_gradient_of_the_weight_is_summed_over_chunks_in_fp32() -> None:
     assert (grads[0] - grads[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
 
 
-def test_fp16_gradients_of_a_million_tokens_meet_the_loss_scaler_before_they_are_rounded() -> None:
+def test_fp16_gradients_are_scaled_before_rounding() -> None:
     """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
     low, exact = draw(torch.float16), draw(torch.float16)
     wide = [x.detach().double().requires_grad_() for x in exact[:2]]
@@ -99,7 +99,7 @@ def test_no_labelled_token(num_tokens: int | None) -> None:
     assert all(not x.any() for x in results(loss, hidden, weight).values())
 
 
-def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabulary_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringflash.loss.CHUNK_LOGITS", VOCAB - 1)
     hidden, weight, labels = draw()
     ours = results(cross_entropy(hidden, weight, labels, group=None), hidden, weight)
@@ -253,7 +253,7 @@ def test_a_logit_scale_to_learn_is_refused(call: Any) -> None:
         ("17", "got '17'"),
     ],
 )
-def test_a_number_of_tokens_that_is_no_count_is_refused(num_tokens: Any, message: str) -> None:
+def test_number_of_tokens_must_be_a_count(num_tokens: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cross_entropy(*draw(), group=None, num_tokens=num_tokens)
 

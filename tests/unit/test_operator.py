@@ -41,7 +41,7 @@ def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("size", ["", "1", "2"])
-def test_a_process_that_has_not_joined_its_group_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_has_not_joined_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dist.group.WORLD` is None then, and every rank would silently attend to its own shard."""
     monkeypatch.setenv("WORLD_SIZE", size)
     with warnings.catch_warnings(record=True) as found:
@@ -87,7 +87,7 @@ def test_tables_are_made_on_the_host_by_any_default() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
+def test_gradients_have_the_strides_of_the_fake(dtype: torch.dtype) -> None:
     """inductor asserts what the operator's fake says, of heads-first q, k and v as well."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
     out, lse, *kept = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
@@ -167,7 +167,7 @@ def forward_calls(**contexts: Any) -> tuple[int, dict[str, torch.Tensor]]:
     return kernel.call_count, got
 
 
-def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
+def test_checkpointing_keeps_attention() -> None:
     kept, got = forward_calls(context_fn=attention_kept)
     recomputed, want = forward_calls()
     assert (kept, recomputed) == (1, 2)
@@ -199,7 +199,7 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_torchs_deterministic_mode_is_followed_in_the_backward(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+def test_backward_follows_the_deterministic_mode(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     """Also if it was switched on after the forward."""
     inputs = draw()
     out = ringflash.ring_attention(*inputs, group=None)
@@ -227,7 +227,7 @@ def test_gradients_come_in_batches() -> None:
         assert all(torch.equal(a[index], b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_compiled_step_does_not_compile_what_is_in_the_operator() -> None:
+def test_compiled_step_leaves_the_operator_alone() -> None:
     """A backward in it runs in Python, of a forward that did."""
     graphs: list[set[str]] = []
 
@@ -256,7 +256,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(dq.sum(), q)
 
 
-def test_autocast_does_not_reach_into_an_implementation() -> None:
+def test_autocast_does_not_reach_implementations() -> None:
     """It would round what is summed in fp32: eager products of upcast tensors are autocast like any others."""
     inputs = [x.to(torch.bfloat16) for x in draw(requires_grad=False)]
 
@@ -308,7 +308,7 @@ def test_explain_names_kernel_and_work() -> None:
             ringflash.explain(*draw(), group=None, **options)
 
 
-def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_is_about_the_tensors_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call copies tensors with strides that no kernel of ours can address, and then has the choice."""
     given = []
     monkeypatch.setattr(plan, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))

@@ -60,7 +60,7 @@ def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
         assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
-def test_refuses_adapters_on_the_head_whenever_they_come() -> None:
+def test_refuses_adapters_on_the_head_at_any_time() -> None:
     model = build("qwen3")
     with_loss = huggingface.CausalLMWithLoss(model, None)
     adapted = adapt(model, target_modules=["q_proj", "lm_head"])

@@ -182,7 +182,7 @@ def test_every_rank_names_who_waits_for_what() -> None:
         world.ranks[1].begin()
 
 
-def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
+def test_rank_outside_the_ring_has_two_numbers() -> None:
     with mock.patch.object(dist, "get_process_group_ranks", lambda group: [4, 5]):
         world = World(2)
     world.ranks[0].issue(1)
@@ -235,7 +235,7 @@ def test_a_host_that_compiles_is_no_stall() -> None:
     assert world.is_quiet()
 
 
-def test_the_host_of_another_rank_may_be_what_is_waited_for() -> None:
+def test_busy_host_of_another_rank_is_named() -> None:
     world = World(2)
     world.ranks[0].issue(1)
     with world.ranks[1].begin():
@@ -269,7 +269,7 @@ def test_a_transport_that_was_dropped_is_left_alone() -> None:
     assert world.is_quiet()
 
 
-def test_time_in_which_nobody_could_look_does_not_count() -> None:
+def test_time_without_a_look_does_not_count() -> None:
     """Processes that were stopped and go on later."""
     world = World(2)
     calls = [rank.issue(1) for rank in world.ranks]
@@ -307,7 +307,7 @@ def test_later_calls_of_another_group_hide_no_stall() -> None:
 
 
 @pytest.mark.parametrize("seconds", range(3))
-def test_of_two_transports_of_a_group_one_that_waits_answers(seconds: int) -> None:
+def test_of_two_transports_the_waiting_one_answers(seconds: int) -> None:
     """Attention over the copy engine, and recurrent layers over NCCL; whichever asks the store first."""
     world = World(3)
     for rank in world.ranks:
@@ -387,7 +387,7 @@ def test_a_collector_that_stops_is_not_waited_for() -> None:
     assert answers[0][0] == {0: "state 0"} and answers[1] == answers[0]
 
 
-def test_the_report_of_many_ranks_begins_with_those_at_fault() -> None:
+def test_report_begins_with_ranks_at_fault() -> None:
     names = [f"rank {rank}" for rank in range(64)]
     answers = {rank: "has been waiting 9 s" for rank in range(64) if rank != 50} | {40: "has not begun call 2"}
     states = thread._states(names, answers, {50: "GPU 2 of node6"})
@@ -419,7 +419,7 @@ def test_a_store_that_answers_late_is_asked_again() -> None:
     late.set()
 
 
-def test_a_healthy_long_call_over_nccl_asks_the_store_seldom() -> None:
+def test_long_call_over_nccl_asks_the_store_seldom() -> None:
     world = World(2)
     channels = [rank.over_nccl() for rank in world.ranks]
     calls = [rank.issue(1, memory=channel) for rank, channel in zip(world.ranks, channels, strict=True)]
@@ -431,7 +431,7 @@ def test_a_healthy_long_call_over_nccl_asks_the_store_seldom() -> None:
     assert world.is_quiet()
 
 
-def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:
+def test_failed_device_is_said_once() -> None:
     world = World(2)
     broken, waiting = world.ranks
     for rank in world.ranks:
@@ -471,7 +471,7 @@ def broken_world() -> tuple[World, list[Messages]]:
     return world, channels
 
 
-def test_what_nccl_lost_is_named_without_waiting_for_the_timeout() -> None:
+def test_what_nccl_lost_is_named_at_once() -> None:
     world, channels = broken_world()
     assert world.is_quiet()
     channels[0].broken = channels[1].broken = True
@@ -497,7 +497,7 @@ def test_nccl_may_be_lost_between_two_calls() -> None:
     assert "or it is in no call; " in report
 
 
-def test_an_error_of_nccl_becomes_one_that_names_the_ranks() -> None:
+def test_error_of_nccl_names_the_ranks() -> None:
     world, channels = broken_world()
     caller = world.living.pop(0)  # its thread that looks would wait for the report of the one that works
     cause = dist.DistBackendError("NCCL error in: file\nLast error:\nConnection closed by remote peer there<1>")
@@ -521,7 +521,7 @@ def test_other_errors_of_a_call_are_the_callers() -> None:
     assert world.is_quiet()
 
 
-def test_the_store_is_left_alone_where_nothing_waits_for_nccl() -> None:
+def test_store_is_asked_only_if_nccl_is_awaited() -> None:
     world = World(2)
     with mock.patch.object(Board, "asked", side_effect=AssertionError):
         world.ranks[0].issue(1)
@@ -559,7 +559,7 @@ def test_the_thread_looks_until_it_is_stopped() -> None:
     assert watch._thread is not None and not watch._thread.is_alive()
 
 
-def test_many_calls_are_looked_at_before_the_period_is_over() -> None:
+def test_many_calls_are_looked_at_early() -> None:
     """Or a fast device would leave thousands of events."""
     rank = World(1).ranks[0]
     for _ in range(thread._EARLY_POLL_CALLS - 1):
@@ -637,7 +637,7 @@ def events(answers: dict[int, int], **codes: int) -> tuple[Events, Driver]:
         return Events(torch.device("cuda", 0)), driver
 
 
-def test_events_are_asked_of_the_driver_out_of_the_way_of_captures() -> None:
+def test_events_are_asked_of_the_driver() -> None:
     found, driver = events({1: 0, 2: 600, 3: 719})
     begun = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"]
     assert driver.called == begun
