@@ -160,7 +160,7 @@ def test_the_number_of_calls_is_compared(ctx: Context) -> None:
     ],
 )
 @on_ranks(2)
-def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> None:
+def test_numbers_that_travel_with_keys(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> None:
     """Every rank that reads K/V of the other one raises at its next call, at every later one, and at a check."""
     texts = set()
     with not_compared(memory):

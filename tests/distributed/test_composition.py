@@ -50,7 +50,7 @@ def test_layers_may_interleave(ctx: Context) -> None:
 
 
 @on_ranks(2, 3)
-def test_rows_with_documents_of_their_own(ctx: Context) -> None:
+def test_rows_with_separate_documents(ctx: Context) -> None:
     """Rows of a batch are attended one after another, each within its documents; with sinks, as an extra key would."""
     case = Case(batch=2, window="left")
     whole, lists = ring_check.problem(case, 12 * ctx.size, torch.float64, ctx.device), ([0, 5], [0, 1, 9])

@@ -352,7 +352,7 @@ def test_calls_are_refused_with_the_layers_name(ctx: Context, how: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
-def test_checkpoint_around_the_call_alone_is_refused(ctx: Context, reentrant: bool) -> None:
+def test_checkpoint_around_only_the_call_is_refused(ctx: Context, reentrant: bool) -> None:
     """The backward would run torch's attention on the shard."""
     refused(ctx, partial(Partly, reentrant), NotImplementedError, "checkpoint the module, not a function in it")
 

@@ -96,7 +96,7 @@ def test_stored_gradients(mask, num_heads):
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_in_fp32(mask, num_heads):
-    """fp32 dk and dv that lie between one another are overwritten, also for keys that no query sees."""
+    """fp32 dk and dv that are interleaved are overwritten, also for keys that no query sees."""
     got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
     assert got["dk"].dtype == got["dv"].dtype == torch.float32
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
@@ -182,7 +182,7 @@ def test_hops_add_up(head_dim, deterministic):
 
 
 def test_gradient_at_any_address():
-    """A contiguous view, as of a concatenation's gradient, that TMA cannot address where it lies."""
+    """A contiguous view, as of a concatenation's gradient, at an address that TMA cannot take."""
     q, k, v, dout = inputs(_CAUSAL, Shape())
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []

@@ -153,7 +153,7 @@ def test_nan_reaches_lse(resume):
     assert torch.equal(lse[0].isnan(), broken) and torch.equal(out[0].isnan().all(-1).T, broken)
 
 
-def test_outputs_lie_in_larger_tensors():
+def test_outputs_in_larger_tensors():
     """Strided destinations: neighbouring memory stays as it was."""
     mask, shape = Mask.band(150, 150, causal=True), Shape(num_heads=2, batch=2)
     q, k, v, _ = inputs(mask, shape)

@@ -1,6 +1,6 @@
 """The FP8 backward kernels on the CPU emulator, against their specification. CPU.
 
-What differs from the specification is the order of sums, and roundings of what lies between two values of e4m3. The
+What differs from the specification is the order of sums, and roundings of what is between two values of e4m3. The
 grid is thin: every mask at head_dim 64, head_dim 128 and groups of heads with a few.
 """
 

@@ -120,7 +120,7 @@ def shape_cases() -> list[Case]:
 
 
 def single_cases() -> list[Case]:
-    """Strides, scale and a loss that ignores lse, each alone and under a mask with a window."""
+    """Strides, scale and a loss that ignores lse, each by itself and under a mask with a window."""
     alone = [
         *(Case(strides=strides, batch=2) for strides in ("heads_first", "fused_qkv", "expanded_dout", "sliced")),
         Case(softmax_scale=0.5),

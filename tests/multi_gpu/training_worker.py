@@ -409,7 +409,7 @@ def memory_parts(task: Task) -> dict[str, Callable[[], Found]]:
 
 
 def liger_parts(task: Task) -> dict[str, Callable[[], Found]]:
-    """In new processes: Liger changes transformers for all models that come after."""
+    """In new processes: Liger changes transformers for all later models."""
     return {"bf16-mixed liger": partial(compared, task, "bf16-mixed", dist_size(), Memory(liger=True))}
 
 

@@ -30,6 +30,7 @@ from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fit
 from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from ringflash.lightning.module import empty_model
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import write_text
 from tests.recipes.test_strategy import CONFIG
 
@@ -100,10 +101,9 @@ def fit(
     **options: Any,
 ) -> lightning.Trainer:
     """Train the tiny model on sequences cut over all ranks."""
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_steps=steps, logger=False, callbacks=callbacks,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0,
-        min_steps=min_steps, strategy=strategy or ContextParallelStrategy(**options), default_root_dir=run.out,
+    trainer = quiet_trainer(
+        max_steps=steps, callbacks=callbacks, limit_val_batches=0, min_steps=min_steps,
+        strategy=strategy or ContextParallelStrategy(**options), default_root_dir=run.out,
         enable_checkpointing=any(isinstance(x, ModelCheckpoint) for x in callbacks),
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=data(48, run.texts, ".txt", num_eval_sequences=4), ckpt_path=ckpt_path)
@@ -428,7 +428,7 @@ def test_file_with_groups_of_other_names_is_refused(tmp_path: Path) -> None:
         file.load_optimizer(0, module, torch.optim.AdamW([*named[2:], *named[:2]]))
 
 
-def test_one_file_is_not_written_beside_the_training() -> None:
+def test_one_file_is_not_written_during_training() -> None:
     """Refused before anything starts; left out, the argument follows the other one."""
     with pytest.raises(ValueError, match="async_checkpoint must be False if save_distributed_checkpoint is False"):
         ContextParallelStrategy(save_distributed_checkpoint=False, async_checkpoint=True)

@@ -39,6 +39,7 @@ from ringflash.memory import Memory
 from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.helpers.pool import Context, Launches, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import error_of, write_text
 from tests.recipes.test_deepspeed_steps import CONFIGS, CP_SIZE, FP32_EPS, config_of, mesh, weights
 from tests.recipes.test_strategy import CONFIG
@@ -219,11 +220,9 @@ def through_lightning(name: str, folder: str) -> tuple[Tensors, dict[str, float]
     some forwards, and gathers them in recomputations.
     """
     recorder = Recorder()
-    trainer = lightning.Trainer(
+    trainer = quiet_trainer(
         strategy=DeepSpeedContextParallelStrategy(CP_SIZE, config=config_of(name)), gradient_clip_val=CLIPPING,
-        accelerator="cpu", devices=dist.get_world_size(), max_steps=STEPS, logger=False, log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        use_distributed_sampler=False, callbacks=[recorder], accumulate_grad_batches=ACCUMULATED,
+        max_steps=STEPS, limit_val_batches=0, callbacks=[recorder], accumulate_grad_batches=ACCUMULATED,
     )  # fmt: skip
     module = CausalLM(CONFIG, memory=Memory("attention_kept", offload_checkpoints=True))
     trainer.fit(module, datamodule=TextData(SEQLEN, folder, ".txt", num_eval_sequences=4))

@@ -15,7 +15,6 @@ from typing import Any
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("deepspeed")
 
@@ -31,6 +30,7 @@ from ringflash import deepspeed
 from ringflash.comm.seeding import seeded
 from tests.helpers.one_step import Tensors
 from tests.helpers.pool import Context, Launches, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import ROOT, error_of
 
 CLIPPING, OTHER_CLIPPING, DECAY = 0.05, 0.2, 0.5
@@ -99,12 +99,8 @@ class Line(lightning.LightningModule):
 
 
 def short_trainer(strategy: DeepSpeedContextParallelStrategy, **options: Any) -> lightning.Trainer:
-    """A trainer, of four steps unless the options say otherwise, that writes and prints nothing."""
-    return lightning.Trainer(
-        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **({"max_steps": 4} | options),
-    )  # fmt: skip
+    """A trainer, of four steps unless the options say otherwise."""
+    return quiet_trainer(strategy=strategy, **({"max_steps": 4} | options))
 
 
 @on_ranks(4)

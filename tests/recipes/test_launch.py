@@ -97,28 +97,29 @@ def test_host_dry_run() -> None:
     assert "--rdzv_id ringflash" in shown and "is_host=0 --local_addr b" in shown
 
 
-@pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "RDZV_ENDPOINT"])
-def test_host_without_its_place_is_refused(missing: str) -> None:
-    """The message names the variable and the launcher for one host."""
-    known = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", missing: "", "SLURM_NODEID": ""}
-    with pytest.raises(AssertionError, match=f"status 2:\n{missing} must be set .* on one host use launch/local.sh"):
-        dry_run("launch/host.sh", **known)
-
-
-@pytest.mark.parametrize("rank", ["08", "x", "-1", "2"])
-def test_host_of_no_number_is_refused(rank: str) -> None:
-    """bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait."""
-    with pytest.raises(AssertionError, match=f"status 2:\nNODE_RANK must be a whole number, from 0 to 1, got {rank};"):
-        dry_run("launch/host.sh", NNODES="2", NODE_RANK=rank, RDZV_ENDPOINT="a:1")
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [("NPROC", "0"), ("NPROC", "x"), ("MAX_RESTARTS", "x"), ("NNODES", "1:4"), ("DRY_RUN", "yes")]
+    ("name", "value", "message"),
+    [
+        *(
+            (name, "", f"{name} must be set .* on one host use launch/local.sh")
+            for name in ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")
+        ),
+        # bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait
+        *(
+            ("NODE_RANK", rank, f"NODE_RANK must be a whole number, from 0 to 1, got {rank};")
+            for rank in ("08", "x", "-1", "2")
+        ),
+        *(
+            (name, value, f"{name} must be a whole number, .* got {value};")
+            for name in ("NPROC", "MAX_RESTARTS", "NNODES", "DRY_RUN")
+            for value in ("x", {"NPROC": "0", "NNODES": "1:4"}.get(name, "yes"))
+        ),
+    ],
 )
-def test_counts_that_are_none_are_refused(name: str, value: str) -> None:
-    known = {"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "DRY_RUN": "1", name: value}
-    with pytest.raises(AssertionError, match=f"status 2:\n{name} must be a whole number, .* got {value};"):
-        run(["launch/host.sh"], **known)
+def test_wrong_variables_of_a_host_are_refused(name: str, value: str, message: str) -> None:
+    known = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "SLURM_NODEID": "", "DRY_RUN": "1"}
+    with pytest.raises(AssertionError, match=f"status 2:\n{message}"):
+        run(["launch/host.sh"], **known | {name: value})
 
 
 @pytest.mark.parametrize("dry", ["0", "1"])
@@ -147,7 +148,7 @@ def test_help_names_options_and_variables(launcher: str, words: tuple[str, ...],
 
 
 def test_slurm_dry_run() -> None:
-    """One host script for each node, from the newest checkpoint; the user's flags come last."""
+    """One host script for each node, from the newest checkpoint; the user's flags are last."""
     job = {"SLURM_NNODES": "4", "SLURM_CPUS_ON_NODE": "96"}
     shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, "--trainer.max_steps", "3", **job)
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
@@ -309,7 +310,7 @@ def test_run_ends_what_a_launcher_leaves_behind() -> None:
 
 
 def test_launcher_returns_the_status_of_the_command() -> None:
-    """Also where no signal came."""
+    """Also if no signal arrived."""
     with pytest.raises(AssertionError, match="exit status 7:"):
         run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
 

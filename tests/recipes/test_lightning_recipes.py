@@ -142,7 +142,7 @@ def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
 
 
 def test_run_without_loggers_stays_in_its_output_dir(folder: Path) -> None:
-    """Its checkpoints lie there, not where it was started; the second start meets what the first has written."""
+    """Its checkpoints are there, not where it was started; the second start meets what the first has written."""
     name, output_dir = "without-loggers", folder / "without-loggers"
     quick = {"loggers": "[]", "checkpoint.every_n_train_steps": 1, "trainer.limit_val_batches": 0}
     for steps in (1, 2):
@@ -158,7 +158,7 @@ def test_run_without_loggers_stays_in_its_output_dir(folder: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["lightning", "deepspeed"])
 def test_bucket_is_refused(folder: Path, strategy: str) -> None:
-    """Before the first step: checkpoints would lie in a folder memory: of this machine, and none in the bucket."""
+    """Before the first step: checkpoints would be in a folder memory: of this machine, and none in the bucket."""
     name = f"bucket-{strategy}"
     given = arguments(folder, name, **{"checkpoint.dirpath": "memory://bucket/run"})
     if strategy == "deepspeed":

@@ -21,6 +21,7 @@ from recipes.lightning.resume import is_complete
 from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from tests.helpers.pool import Context, Launches
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import write_text
 from tests.recipes.test_strategy import CONFIG
 
@@ -74,11 +75,10 @@ def interrupted(ctx: Context, place: str, kind: str, texts: str, out: Path) -> d
     folder = out / place
     own = lightning.pytorch.callbacks.ModelCheckpoint(folder / "own", every_n_train_steps=1)
     callbacks = [Told(place), own] if place == "checkpointing" else [Told(place)]
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(kind), max_steps=STEPS,
-        gradient_clip_val=1.0, val_check_interval=1, limit_val_batches=1, num_sanity_val_steps=0, logger=False,
-        use_distributed_sampler=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=callbacks, enable_checkpointing=place == "checkpointing", default_root_dir=folder,
+    trainer = quiet_trainer(
+        strategy=strategy(kind), max_steps=STEPS, gradient_clip_val=1.0, val_check_interval=1, limit_val_batches=1,
+        num_sanity_val_steps=0, callbacks=callbacks, enable_checkpointing=place == "checkpointing",
+        default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(CausalLM(CONFIG), datamodule=TextData(48, texts, ".txt", num_eval_sequences=4))
     dist.barrier()
@@ -94,11 +94,7 @@ def evaluation(ctx: Context, kind: str, texts: str, out: Path) -> list[bool]:
         def on_validation_batch_start(self, *_: Any) -> None:
             seen.append(signal.getsignal(signal.SIGTERM))
 
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(kind), logger=False,
-        limit_val_batches=1, use_distributed_sampler=False, enable_progress_bar=False, callbacks=[Look()],
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=out,
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy=strategy(kind), limit_val_batches=1, callbacks=[Look()], default_root_dir=out)
     trainer.validate(CausalLM(CONFIG), datamodule=TextData(48, texts, ".txt", num_eval_sequences=4), verbose=False)
     return [handler == signal.SIG_DFL for handler in (*seen, signal.getsignal(signal.SIGTERM))]
 

@@ -33,6 +33,7 @@ from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import error_of, write_text
 
 CONFIG = {
@@ -89,15 +90,9 @@ def fit(module: CausalLM, folder: str, **options: Any) -> tuple[Recorder, lightn
 
 
 def trainer_with(**options: Any) -> lightning.Trainer:
-    """A trainer on data x context ranks that writes and prints nothing."""
-    strategy = ContextParallelStrategy(context_parallel_size=CP_SIZE)
-    defaults = {"accelerator": "cpu", "max_steps": STEPS, "logger": False, "use_distributed_sampler": False}
-    options = {"strategy": strategy, **defaults, **options}
-    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    return lightning.Trainer(
-        devices=per_host, num_nodes=int(os.environ["WORLD_SIZE"]) // per_host, log_every_n_steps=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+    """A trainer on data x context ranks."""
+    defaults: dict[str, Any] = {"strategy": ContextParallelStrategy(context_parallel_size=CP_SIZE), "max_steps": STEPS}
+    return quiet_trainer(**(defaults | options))
 
 
 def data(folder: str) -> TextData:
@@ -389,7 +384,7 @@ class Idle(lightning.LightningModule):
         """Shard nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        raise AssertionError("a batch came")
+        raise AssertionError("a batch arrived")
 
     validation_step = test_step = predict_step = training_step
 

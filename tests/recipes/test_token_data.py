@@ -7,7 +7,6 @@ one; one rank continues the same checkpoint. The reference for every batch is `p
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from ringflash.lightning import CausalLM, ContextParallelStrategy, TokenData
 from ringflash.lightning.strategy import strategy_of
 from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.helpers.tokens import read_all, whole_sequence, write_tokens
 from tests.recipes.test_strategy import CONFIG
 
@@ -102,11 +102,9 @@ def fit(data: TokenData, folder: Path, cp_size: int, **options: Any) -> dict[str
     steps, checkpoint, save = (options.pop(name, None) for name in ("steps", "checkpoint", "save"))
     rates = options.pop("rates", {})
     callbacks = [recorder, *options.pop("callbacks", [])]
-    trainer = lightning.Trainer(
-        strategy=ContextParallelStrategy(context_parallel_size=cp_size), accelerator="cpu", logger=False,
-        devices=int(os.environ["WORLD_SIZE"]), max_steps=steps or STEPS, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, check_val_every_n_epoch=None, val_check_interval=STEPS, **options,
+    trainer = quiet_trainer(
+        strategy=ContextParallelStrategy(context_parallel_size=cp_size), max_steps=steps or STEPS,
+        callbacks=callbacks, check_val_every_n_epoch=None, val_check_interval=STEPS, **options,
     )  # fmt: skip
     module = CausalLM(config, **rates)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
@@ -182,7 +180,7 @@ def test_another_split(ctx: Context, run: Run) -> None:
 def test_mid_step(ctx: Context, run: Run) -> None:
     """A checkpoint in the middle of a step goes on with the whole step, to the same bits.
 
-    Two of the step's four sequences had gradients, which no checkpoint holds: all four come again.
+    Two of the step's four sequences had gradients, which no checkpoint holds: all four are drawn again.
     """
     path = run.checkpoint.with_name("mid_step.ckpt")
     whole, resumed = Norms(6, path), Norms()

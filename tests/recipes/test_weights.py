@@ -142,7 +142,7 @@ def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folde
         assert math.isfinite(rank["in_bf16"]["loss"])
 
 
-def test_drawn_values_depend_on_the_seed_alone(ranks: list[dict[str, Any]]) -> None:
+def test_drawn_values_depend_only_on_the_seed(ranks: list[dict[str, Any]]) -> None:
     """Two ranks' shards are the whole parameters that one process draws."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -216,15 +216,6 @@ def test_wrong_experts_are_named(tmp_path: Path, name: str, shape: tuple[int, ..
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message.format(experts)):
         load_weights(on_meta(model_type="qwen3_moe", **MOE), torch.device("cpu"), tmp_path)
-
-
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    """Their scales would be missing from them, and the exported configuration would say what is no longer true."""
-    transformers_model().save_pretrained(tmp_path)
-    model = on_meta()
-    model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match="must hold plain weights, got quantization_config .*'fp8'.*; dequantize it"):
-        load_weights(model, torch.device("cpu"), tmp_path)
 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,14 +436,23 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
         read_config(tmp_path)
 
 
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Their scales would be missing from them, and the exported configuration would say what is no longer true."""
+    transformers_model().save_pretrained(tmp_path)
+    model = on_meta()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="must hold plain weights, got quantization_config .*'fp8'.*; dequantize it"):
+        load_weights(model, torch.device("cpu"), tmp_path)
+
+
 def test_export_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
-    assert "must be a complete distributed checkpoint" in capsys.readouterr().err
     (tmp_path / "zero.ckpt").mkdir()
     (tmp_path / "zero.ckpt" / "latest").touch()
-    assert main([str(tmp_path / "zero.ckpt"), str(tmp_path / "out")]) == 1
-    assert "got one of DeepSpeed; the zero_to_fp32.py in it writes its weights" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing"), str(tmp_path)]) == 1
-    assert "must not exist yet" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "nowhere")]) == 1
-    assert "must be a directory with a tokenizer's files, got none in" in capsys.readouterr().err
+    for name, out, options, message in (
+        ("nothing", "out", [], "must be a complete distributed checkpoint"),
+        ("zero.ckpt", "out", [], "got one of DeepSpeed; the zero_to_fp32.py in it writes its weights"),
+        ("nothing", "", [], "must not exist yet"),
+        ("nothing", "out", ["--tokenizer", "/nowhere"], "must be a directory with a tokenizer's files, got none in"),
+    ):
+        assert main([str(tmp_path / name), str(tmp_path / out), *options]) == 1
+        assert message in capsys.readouterr().err

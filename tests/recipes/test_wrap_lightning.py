@@ -35,6 +35,7 @@ from ringflash.lightning.first_step import FirstStep, sample
 from ringflash.loss import shift_labels
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import ROOT, error_of
 from tests.recipes.plain_gpt import GPT
 
@@ -135,11 +136,7 @@ class Sharded(lightning.Callback):
 
 def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> dict[str, Any]:
     """Metrics and weights after some steps and an evaluation."""
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=1, plugins=[DoublePrecision()],
-        **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_epochs=1, plugins=[DoublePrecision()], **options)
     trainer.fit(module, loader(seed), loader())
     weights = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in module.named_parameters()}
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
@@ -174,11 +171,7 @@ class Losses(lightning.Callback):
 
 
 def trainer_with(losses: Losses, strategy: Any, **options: Any) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, plugins=[DoublePrecision()], devices=int(os.environ["WORLD_SIZE"]),
-        callbacks=[losses], strategy=strategy, **options,
-    )  # fmt: skip
+    return quiet_trainer(plugins=[DoublePrecision()], callbacks=[losses], strategy=strategy, **options)
 
 
 def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool = True) -> list[float]:
@@ -388,7 +381,7 @@ def masked(module: Any, batch: Any) -> torch.Tensor:
 def test_weights(ctx: Context, run: Run) -> None:
     """A loss mask is right as weights of token_loss."""
     module = varied(run.kind, on_before_batch_transfer=with_mask, step=masked)
-    found = train(module, devices=2, strategy=ContextParallelStrategy())
+    found = train(module, strategy=ContextParallelStrategy())
     assert_trained(found["weights"], plainly(step=masked)[0])
 
 
@@ -407,7 +400,7 @@ def test_between_steps(ctx: Context, run: Run) -> None:
             found.append(sample(module))
 
     module = varied(run.kind, on_validation_epoch_end=on_validation_epoch_end)
-    train(module, devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
+    train(module, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
     with torch.no_grad():
         found.append(error_of(sample, module))
     plain = varied(GPT).double()
@@ -438,7 +431,7 @@ def test_draws(ctx: Context, run: Run) -> None:
 
     torch.manual_seed(3)
     random.seed(3)
-    train(varied(run.kind, step=step), devices=2, strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
+    train(varied(run.kind, step=step), strategy=ContextParallelStrategy(), num_sanity_val_steps=0)
     assert numbers[:9] == [numbers[0]] * 9, "four times on the shard and on the whole sequence, in the first step"
     assert len({*numbers}) > STEPS
 
@@ -448,7 +441,7 @@ def test_workers(ctx: Context, run: Run) -> None:
     """`seed_everything(workers=True)` seeds the loaders' workers of both ranks alike, which must read the same."""
     module = build(run.kind)
     with mock.patch.dict(os.environ, PL_SEED_WORKERS="1"):
-        train(module, devices=2, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
+        train(module, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
     assert module.trainer.train_dataloader.worker_init_fn.keywords == {"rank": 0}
 
 
@@ -477,7 +470,7 @@ def test_hooks(ctx: Context, run: Run) -> None:
         run.kind, on_before_batch_transfer=with_features, shard_batch=shard_batch, on_after_batch_transfer=by_name,
         step=step, training_step=lambda self, batch: self.step(batch),
     )  # fmt: skip
-    assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
+    assert_trained(train(module, strategy=ContextParallelStrategy())["weights"], plainly()[0])
 
 
 def manual_step(module: Any, batch: Any, batch_idx: int) -> None:
@@ -510,7 +503,7 @@ def test_manual(ctx: Context, run: Run) -> None:
     )
     module.model.register_buffer("seen", torch.zeros(()))
     module.losses = []
-    assert_trained(train(module, devices=2, strategy=ContextParallelStrategy())["weights"], plainly()[0])
+    assert_trained(train(module, strategy=ContextParallelStrategy())["weights"], plainly()[0])
     assert (module.model.seen.item(), module.losses, module.lr_schedulers().last_epoch) == (3, [0, 1, 2], 3)
 
 
@@ -527,10 +520,9 @@ def test_decisions(ctx: Context, run: Run) -> None:
     module = varied(run.kind, validation_step=judge)
     best = ModelCheckpoint(run.folder, monitor="score", filename="{epoch}")
     stop = EarlyStopping("score", patience=2)
-    trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=ContextParallelStrategy(), max_epochs=5, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, callbacks=[best, stop],
-        limit_train_batches=1, limit_val_batches=1,
+    trainer = quiet_trainer(
+        strategy=ContextParallelStrategy(), max_epochs=5, num_sanity_val_steps=0, callbacks=[best, stop],
+        limit_train_batches=1, limit_val_batches=1, enable_checkpointing=True, use_distributed_sampler=True,
     )  # fmt: skip
     trainer.fit(module, loader(), loader())
     assert (Path(best.best_model_path).name, best.best_model_score) == ("epoch=1.ckpt", 1.0)
@@ -544,7 +536,7 @@ def test_compiled(ctx: Context, run: Run) -> None:
     module = build(run.kind)
     module.model.blocks[0].reentrant = False
     module.model.blocks[1].compile(backend="aot_eager")
-    found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+    found = train(module, strategy=ContextParallelStrategy(), limit_val_batches=0)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     assert_trained(found["weights"], plainly()[0])
 
@@ -583,7 +575,7 @@ def test_experts(ctx: Context, run: Run) -> None:
     direct = {"__init__": start_direct, "model": forward_directly, "configure_optimizers": plain_adam}
     for methods in (nested, direct):
         module = varied(run.kind, **methods)
-        found = train(module, devices=2, strategy=ContextParallelStrategy(), limit_val_batches=0)
+        found = train(module, strategy=ContextParallelStrategy(), limit_val_batches=0)
         assert_trained(found["weights"], plainly(**methods)[0])
 
 
@@ -626,7 +618,7 @@ def unused(experts: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tens
 def test_refusals(ctx: Context, run: Run) -> None:
     """Modules, batches and callbacks that would train something else are refused before the first step."""
     used = build(run.kind)
-    train(used, devices=2, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
+    train(used, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
     for message, module, options in (
         (
             "model.blocks.0.attn must be given the q",
@@ -693,7 +685,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
             used, {"strategy": ContextParallelStrategy(1)},
         ),
     ):  # fmt: skip
-        error = error_of(train, module, **{"devices": 2, "strategy": ContextParallelStrategy(), **options})
+        error = error_of(train, module, **{"strategy": ContextParallelStrategy(), **options})
         assert error.startswith(message), error
 
 
@@ -705,7 +697,7 @@ def test_training(ctx: Context, run: Run) -> None:
     leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
     """
     changed, sharded, averaged = build(run.kind), Sharded(), moving_average()
-    ring = train(changed, devices=2, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
+    ring = train(changed, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
     weights, average, loss, evaluation = plainly()
     assert_trained(ring["weights"], weights)
     assert_trained(averaged.state_dict(), average)

@@ -76,18 +76,27 @@ def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: py
     assert main([*arguments, "--rows", "^a"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "must hold results of ringflash bench"),
+        ('{"results": ["x"], "environment": {}}', "must hold results of ringflash bench"),
+        ({"a": {"fa": 1}}, "x must hold a row that ringflash computes, got none"),
+    ],
+)
+def test_what_is_no_result_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Any, message: str
+) -> None:
+    (tmp_path / "x").write_text(text) if isinstance(text, str) else write(tmp_path / "x", **text)
+    assert main(["bench", str(tmp_path / "x")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_baseline_without_a_common_row_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """If nothing was compared, nothing is known to be as fast as it was."""
     old, new = (write(tmp_path / name, **{name: {"ringflash": 600}}) for name in ("old", "new"))
     assert main(["bench", str(new), "--baseline", str(old)]) == 2
     assert "must have rows of these results, got none in common" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["[1]", '{"results": ["x"], "environment": {}}'])
-def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-    (tmp_path / "x").write_text(text)
-    assert main(["bench", str(tmp_path / "x")]) == 2
-    assert "must hold results of ringflash bench" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("figure", [0.0, float("nan")])
@@ -149,11 +158,6 @@ def test_what_cannot_be_done_is_refused(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_results_without_a_row_of_ours_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(write(tmp_path / "theirs.json", a={"fa": 1}))]) == 2
-    assert "theirs.json must hold a row that ringflash computes, got none" in capsys.readouterr().err
 
 
 def test_a_stopped_command_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

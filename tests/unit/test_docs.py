@@ -126,7 +126,7 @@ def test_readme_is_short() -> None:
     assert len(lines) <= 90 and max(len(line) for line in lines) <= 120
 
 
-def test_whole_steps_are_written_beside_their_plan() -> None:
+def test_whole_steps_are_written_with_their_plan() -> None:
     """Seconds of every timed step, the rest of the last one, and parts that add up to it."""
     parts = {"attention": 9.0, "linear": 2.5, "communication": 0.25, "idle": 0.25}
     step = {

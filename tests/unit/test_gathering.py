@@ -201,10 +201,10 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
 
 
 @given(SHORT | LONG, st.booleans())
-@example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more come to rank 15 than any gathers
+@example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more arrive at rank 15 than any gathers
 @settings(max_examples=40, deadline=None)
 def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) -> None:
-    """The number by which all ranks alike choose to gather by heads; of some documents more come home than go out."""
+    """The number by which all ranks alike choose to gather by heads; of some documents more return than are sent."""
     chosen = sections.Sections((1, 3), (1, 2, 1))
     ranks, whole = of_all(problem), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)

@@ -105,13 +105,13 @@ def test_experts_in_tiles_have_the_same_gradients(family: str) -> None:
 
 
 def test_tiled_experts_keep_no_tensor_of_their_width() -> None:
-    """Each token comes twice: what it is, both products, the halves' product, and the result before its weight."""
+    """Each token is there twice: what it is, both products, the halves' product, and the result before its weight."""
     everything, tiled = (kept_bytes(m, "qwen3_moe", torch.float32) for m in (Memory(), Memory(mlp_tile_tokens=8)))
     assert everything - tiled >= LAYERS * SEQLEN * 2 * (32 + 4 * 24 + 32) * 4
 
 
 def test_experts_of_batches_and_frozen_routers() -> None:
-    """Tokens of several sequences lie in a row; weights that need no gradient get none."""
+    """Tokens of several sequences are in one row; weights that need no gradient get none."""
     plain, tiled = (
         model_with(m, "qwen3_moe").get_submodule("model.model.layers.0.mlp.experts")
         for m in (Memory(), Memory("none", mlp_tile_tokens=5))
@@ -266,7 +266,7 @@ def test_offloaded_inputs_leave_the_device(checkpointing: Any, monkeypatch: pyte
         return x.clone()
 
     def on_host(*, pin_memory: bool) -> Any:
-        assert not pin_memory  # they come from the CPU
+        assert not pin_memory  # they are on the CPU
         return torch.autograd.graph.saved_tensors_hooks(copy, lambda x: x)
 
     monkeypatch.setattr(layers, "save_on_cpu", on_host)

@@ -16,7 +16,7 @@ from recipes.lightning.passkey import Passkey, encoder, passkey_sequence
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_the_key_lies_at_its_depth_and_is_asked_for(depth: float) -> None:
+def test_the_key_is_at_its_depth_and_is_asked_for(depth: float) -> None:
     ids, labels = passkey_sequence("48213", depth, 400, encoder("bytes"))
     text = bytes(ids[0].tolist()).decode()
     needle = "The pass key is 48213. Remember it. 48213 is the pass key. "

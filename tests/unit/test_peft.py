@@ -38,7 +38,7 @@ def adapt(model: torch.nn.Module, **options: object) -> torch.nn.Module:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
-    """Adapters come before `set_group` and `CausalLMWithLoss`, or into the model that these have already."""
+    """Adapters are made before `set_group` and `CausalLMWithLoss`, or into the model that these have already."""
     model, dense, ids = build("qwen3"), adapt(build("qwen3", "sdpa"), task_type="CAUSAL_LM", **options), tokens(2)
     if when == "before":
         ring = adapt(model, task_type="CAUSAL_LM", **options)

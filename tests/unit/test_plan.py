@@ -235,7 +235,7 @@ def test_first_keys_and_last_gradients_are_exposed() -> None:
     assert exposed(*alone) == buffer_bytes(ring_of(*alone)) == 0 and ring_of(*alone).transport is None
 
 
-def test_a_nic_has_a_rate_of_its_own() -> None:
+def test_a_nic_has_a_separate_rate() -> None:
     """Eight of 11 other ranks are on other hosts, and their keys take eight elevenths of the time of all."""
     job, two_hosts = replace(JOB, seqlen=3 << 15, cp_size=12), replace(HOST, num_gpus=12)
     keys = 2 * 11 / 12 * job.seqlen * job.model.kv_size * (2 + 2 + 4)
@@ -298,7 +298,7 @@ def _is_settled(name: str, step: dict[str, Any]) -> bool:
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
-    """Return whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
+    """Return whether checkpoints left and returned one at a time, with no work meanwhile, as they did once."""
     return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
 
 
@@ -344,7 +344,7 @@ def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
     if moment in ("the loss", "the last layer's backward") and _waited_for_copies(run):
-        planned -= layer_input_bytes(job)  # which waits for its copy, or comes early
+        planned -= layer_input_bytes(job)  # which waits for its copy, or arrives early
     return planned / GIB
 
 
@@ -471,7 +471,7 @@ def test_what_is_computed_again_takes_time_again() -> None:
 
 
 def test_what_is_there_at_each_moment() -> None:
-    """AdamW makes a tensor as large as the weights; gradients of earlier sequences lie beside the backward's."""
+    """AdamW makes a tensor as large as the weights; gradients of earlier sequences exist with the backward's."""
     weights = JOB.model.parameters * 4 // 8
     name, parts = worst_moment(replace(JOB, seqlen=1 << 12, cp_size=2), HOST)
     assert name == "the optimizer's step" and sum(parts[x] for x in list(parts)[:3]) == 20 * weights
@@ -584,8 +584,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "options"), READ, ids=[family for family, _ in READ])
-def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any]) -> None:
-    """Parameters, what multiplies a token, windows; and, beside a forward with numbers, what its layers keep."""
+def test_what_is_read_off_a_model_is_right(family: str, options: dict[str, Any]) -> None:
+    """Parameters, what multiplies a token, windows; and, compared with a forward with numbers, what its layers keep."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = small(family, **options)
@@ -912,7 +912,7 @@ def test_computed_experts_take_their_time(plan: Plan) -> None:
     config = small("llama4_text", **dict(READ)["llama4_text"])
     job, printed = (plan(config, "--seqlen", "128k", *json) for json in (["--json"], []))
     model = job.said["job"]["model"]
-    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
+    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; and rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert job.said["job"]["visible_fraction"] == pytest.approx(chunked)

@@ -299,9 +299,7 @@ def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[An
     assert begun[0].count == 2  # only its own
 
 
-def test_rank_that_fails_alone_names_its_error(
-    processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_a_single_rank_is_named(processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one is in the mapping still, and does not answer."""
     silent = RuntimeError("some of the 2 ranks of the group did not join the call")
 
@@ -382,7 +380,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
-            assert len(held) == 2  # of K/V, and of gradients that came home
+            assert len(held) == 2  # of K/V, and of gradients that returned
 
 
 def test_buffer_is_freed_before_a_larger_one() -> None:
