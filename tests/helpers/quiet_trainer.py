@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import lightning
+import torch
 
 
 def quiet_trainer(**options: Any) -> lightning.Trainer:
@@ -17,3 +18,16 @@ def quiet_trainer(**options: Any) -> lightning.Trainer:
         "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     return lightning.Trainer(**(defaults | options))
+
+
+class Losses(lightning.Callback):
+    """This rank's loss of each batch, as its step returned it."""
+
+    def __init__(self) -> None:
+        self.parts: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.parts.append(outputs["loss"])
+
+    def found(self) -> list[float]:
+        return [x.item() for x in self.parts]

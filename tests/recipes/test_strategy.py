@@ -33,7 +33,7 @@ from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from tests.helpers.pool import Context, on_ranks
-from tests.helpers.quiet_trainer import quiet_trainer
+from tests.helpers.quiet_trainer import Losses, quiet_trainer
 from tests.recipes.launching import error_of, write_text
 
 CONFIG = {
@@ -332,16 +332,6 @@ class Curve(Logger):
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Likewise."""
-
-
-class Losses(lightning.Callback):
-    """This rank's loss of each batch, as a part of its step's."""
-
-    def __init__(self) -> None:
-        self.parts: list[torch.Tensor] = []
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: CausalLM, outputs: Any, *_: Any) -> None:
-        self.parts.append(outputs["loss"])
 
 
 @on_ranks(4)

@@ -22,7 +22,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.plugins import DoublePrecision
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import cross_entropy
@@ -35,7 +35,7 @@ from ringflash.lightning.first_step import FirstStep, sample
 from ringflash.loss import shift_labels
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
-from tests.helpers.quiet_trainer import quiet_trainer
+from tests.helpers.quiet_trainer import Losses, quiet_trainer
 from tests.recipes.launching import ROOT, error_of
 from tests.recipes.plain_gpt import GPT
 
@@ -111,27 +111,24 @@ def moving_average() -> Any:
     return average
 
 
-class Sharded(lightning.Callback):
-    """Bytes of parameters that callbacks meet whole, by hook."""
+HOOKS = {
+    "on_validation_batch_end": "validation batch", "on_train_start": "sanity validation",
+    "on_train_batch_start": "comparison", "on_train_batch_end": "step",
+}  # fmt: skip
 
-    def __init__(self) -> None:
-        self.whole: dict[str, int] = {}
 
-    def note(self, hook: str, module: torch.nn.Module) -> None:
-        found = sum(p.nbytes for p in module.parameters() if not isinstance(p, DTensor))
-        self.whole[hook] = max(found, self.whole.get(hook, 0))
+def sharded() -> tuple[lightning.Callback, dict[str, int]]:
+    """A callback, and the most bytes of parameters that it meets whole, by hook."""
+    whole: dict[str, int] = {}
 
-    def on_validation_batch_end(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
-        self.note("validation batch", module)
+    def note(name: str) -> Callable[..., None]:
+        def hook(trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
+            found = sum(p.nbytes for p in module.parameters() if not isinstance(p, DTensor))
+            whole[name] = max(found, whole.get(name, 0))
 
-    def on_train_start(self, trainer: Any, module: lightning.LightningModule) -> None:
-        self.note("sanity validation", module)
+        return hook
 
-    def on_train_batch_start(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
-        self.note("comparison", module)
-
-    def on_train_batch_end(self, trainer: Any, module: lightning.LightningModule, *_: Any) -> None:
-        self.note("step", module)
+    return LambdaCallback(**{hook: note(name) for hook, name in HOOKS.items()}), whole
 
 
 def train(module: lightning.LightningModule, seed: int = 2, **options: Any) -> dict[str, Any]:
@@ -160,26 +157,15 @@ class Shuffled(lightning.LightningDataModule):
         return DataLoader(rows, batch_size=1, shuffle=self.shuffle, generator=own)
 
 
-class Losses(lightning.Callback):
-    """Each step's loss, as the step returned it."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(outputs["loss"].item())
-
-
-def trainer_with(losses: Losses, strategy: Any, **options: Any) -> lightning.Trainer:
-    return quiet_trainer(plugins=[DoublePrecision()], callbacks=[losses], strategy=strategy, **options)
-
-
 def losses_of(kind: Any, seed: int | None, strategy: Any = None, shuffle: bool = True) -> list[float]:
     """Losses over two epochs of shuffled sequences."""
-    losses, strategy = Losses(), strategy or ContextParallelStrategy()
-    trainer = trainer_with(losses, strategy, max_epochs=2, use_distributed_sampler=seed is None)
+    losses = Losses()
+    trainer = quiet_trainer(
+        plugins=[DoublePrecision()], callbacks=[losses], strategy=strategy or ContextParallelStrategy(), max_epochs=2,
+        use_distributed_sampler=seed is None,
+    )  # fmt: skip
     trainer.fit(build(kind), datamodule=Shuffled(seed, shuffle))
-    return losses.found
+    return losses.found()
 
 
 def plain_adam(module: Any) -> torch.optim.Optimizer:
@@ -203,7 +189,7 @@ def steps_with_adam(
     The module is in fp64 from the start: Lightning's default strategy loads weights before its plugin converts them.
     """
     losses, module = Losses(), partly_trained(kind, configure_optimizers)
-    trainer = trainer_with(losses, strategy, max_steps=end, use_distributed_sampler=False)
+    trainer = quiet_trainer(plugins=[DoublePrecision()], callbacks=[losses], strategy=strategy, max_steps=end)
     trainer.fit(module, loader(), ckpt_path=start)
     return trainer, losses
 
@@ -236,7 +222,7 @@ def test_start_without_a_ring(ctx: Context, run: Run) -> None:
     start = Path(run.folder, "file.ckpt")
     steps_with_adam(GPT, "auto", 2)[0].save_checkpoint(start)
     steps_with_adam(run.kind, ContextParallelStrategy(1), 2)[0].save_checkpoint(Path(run.folder, "folder.ckpt"))
-    losses = steps_with_adam(GPT, "auto", 4, start)[1].found
+    losses = steps_with_adam(GPT, "auto", 4, start)[1].found()
     Path(run.folder, "losses_after_plain").write_text(json.dumps(losses))
 
 
@@ -250,7 +236,7 @@ def test_continue_on_a_ring(ctx: Context, run: Run) -> None:
         path = Path(run.folder, f"{name}_of_ring.ckpt")
         trainer.save_checkpoint(path)
         last = steps_with_adam(run.kind, ContextParallelStrategy(), 4, path)[1]
-        assert len(want) == 2 and [*losses.found, *last.found] == pytest.approx(want, rel=RTOL), name
+        assert len(want) == 2 and [*losses.found(), *last.found()] == pytest.approx(want, rel=RTOL), name
         assert path.is_dir() == (name == "folder")
         read_plainly(path, trainer.lightning_module)
 
@@ -696,8 +682,8 @@ def test_training(ctx: Context, run: Run) -> None:
     Losses are logged as the plain module logs them: the mean over the tokens of all ranks, not those of one rank. FSDP2
     leaves an outermost module whole after a forward without a backward: an evaluation, the comparison.
     """
-    changed, sharded, averaged = build(run.kind), Sharded(), moving_average()
-    ring = train(changed, strategy=ContextParallelStrategy(layout="striped"), callbacks=[sharded, averaged])
+    changed, averaged, (callback, whole) = build(run.kind), moving_average(), sharded()
+    ring = train(changed, strategy=ContextParallelStrategy(layout="striped"), callbacks=[callback, averaged])
     weights, average, loss, evaluation = plainly()
     assert_trained(ring["weights"], weights)
     assert_trained(averaged.state_dict(), average)
@@ -707,7 +693,7 @@ def test_training(ctx: Context, run: Run) -> None:
     for name, p in averaged.average.items():
         assert torch.equal(resumed.average[name].to_local(), p.to_local()), name
     assert abs(ring["metrics"]["loss"] - loss) <= RTOL and abs(ring["metrics"]["eval_loss"] - evaluation) <= RTOL
-    assert sharded.whole == dict.fromkeys(("validation batch", "sanity validation", "comparison", "step"), 0)
+    assert whole == dict.fromkeys(HOOKS.values(), 0)
 
 
 def plainly(**methods: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], float, float]:
