@@ -13,16 +13,8 @@ from ringflash_kernels.api import collect, publish
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
-from tests.emulator.oracle import (
-    MASKS,
-    SHAPES,
-    Shape,
-    far_apart,
-    inputs,
-    is_caught,
-    oracle_and_baseline,
-    random_problem,
-)
+from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]

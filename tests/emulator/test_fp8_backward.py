@@ -11,7 +11,8 @@ from ringflash_kernels import fp8_reference
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import MASKS, Shape, inputs, is_caught
+from tests.emulator.oracle import MASKS, is_caught
+from tests.helpers.mask_oracle import Shape, inputs
 from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 _CAUSAL = MASKS["causal, ragged"]
