@@ -143,7 +143,7 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 
 @on_ranks(4)
-def test_a_model_without_accelerates_wrappers_stays_on_the_ring(ctx: Context) -> None:
+def test_model_without_wrappers_stays_on_the_ring(ctx: Context) -> None:
     """unwrap_model(keep_fp32_wrapper=False) makes a method of the forward that it finds inside them."""
     from accelerate import Accelerator
 
@@ -241,7 +241,7 @@ def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_pat
 
 
 @on_ranks(4)
-def test_settings_of_zero_that_do_not_average_are_refused(ctx: Context, tmp_path: Path) -> None:
+def test_zero_settings_without_an_average_are_refused(ctx: Context, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     for key, value in (("gradient_allreduce_op", "sum"), ("sequence_parallel_size", 2)):
         with pytest.raises(ValueError, match=f"{key} must "):

@@ -67,7 +67,7 @@ def test_minimal_ring_equals_dense(tmp_path: Path) -> None:
     assert printed.count("differs from dense attention by at most") == 16, printed
 
 
-def test_nothing_keeps_the_group_of_a_transformers_model(tmp_path: Path) -> None:
+def test_group_of_a_transformers_model_is_freed(tmp_path: Path) -> None:
     """The last line of docs/huggingface.md's example is in the check."""
     code = example("docs/huggingface.md", "# train.py")
     assert code.endswith(END)

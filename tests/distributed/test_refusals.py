@@ -54,7 +54,7 @@ def again_after_an_error(ctx: Context, hops: tuple[int, int]) -> str:
     return "accepted"
 
 
-def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
+def test_calls_that_ended_unlike_are_not_made_again(pool: Pool) -> None:
     """Their messages would be taken for those of the new call. Those that did may be."""
     assert pool.run(again_after_an_error, (0, 0), size=2) == ["accepted"] * 2
     for text in pool.run(again_after_an_error, (0, 1), size=2):
@@ -66,7 +66,7 @@ def test_calls_that_did_not_end_alike_are_not_made_again(pool: Pool) -> None:
 
 
 @on_ranks(2, timeout_s=20)
-def test_a_package_that_one_host_cannot_import_is_an_error_of_all(ctx: Context) -> None:
+def test_package_missing_on_a_host_is_an_error_of_all(ctx: Context) -> None:
     call = refusals.good_call(ctx)
     if ctx.rank == 1:
         call["impl"] = "fa4"

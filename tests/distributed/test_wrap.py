@@ -253,7 +253,7 @@ LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters":
 
 @pytest.mark.parametrize("change", LATER)
 @on_ranks(2)
-def test_layers_put_in_after_wrapping_attend_over_the_ring(ctx: Context, change: str) -> None:
+def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> None:
     ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
     ringflash.wrap_attention(ring, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
@@ -352,7 +352,7 @@ def test_calls_are_refused_with_the_layers_name(ctx: Context, how: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
-def test_checkpoint_around_the_call_alone_is_refused(ctx: Context, reentrant: bool) -> None:
+def test_checkpoint_around_only_the_call_is_refused(ctx: Context, reentrant: bool) -> None:
     """The backward would run torch's attention on the shard."""
     refused(ctx, partial(Partly, reentrant), NotImplementedError, "checkpoint the module, not a function in it")
 

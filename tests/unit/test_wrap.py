@@ -82,7 +82,7 @@ def test_a_module_that_never_attends_is_an_error() -> None:
             model(torch.ones(2))
 
 
-def test_what_is_not_wrapped_is_left_alone() -> None:
+def test_what_is_not_wrapped_is_unchanged() -> None:
     """torch's function, other models of the class, names of parameters, copies."""
     plain, model = own.build(own.Model, rotary=True, is_causal=True), own.build(own.Model, rotary=True, is_causal=True)
     before = call(plain)
