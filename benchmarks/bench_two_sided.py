@@ -58,7 +58,7 @@ def rollouts(groups: int, prompt: int, answers: int, length: int, left: int = -1
     return forest(lengths, parents, left=left)
 
 
-def agents(total: int, seed: int = 0) -> SequenceMask:
+def agents(total: int, seed: int = 0, shortest: int = 256, longest: int = 4096) -> SequenceMask:
     """Return trunks of 12 turns; at a third of the turns, another continuation; the heaviest tree first."""
     rng = random.Random(seed)
     lengths: list[int] = []
@@ -67,7 +67,7 @@ def agents(total: int, seed: int = 0) -> SequenceMask:
     def grow(parent: int, depth: int) -> None:
         chain = []
         for d in range(depth, 12):
-            n = min(int(math.exp(rng.uniform(math.log(256), math.log(4096)))), total - sum(lengths))
+            n = min(int(math.exp(rng.uniform(math.log(shortest), math.log(longest)))), total - sum(lengths))
             if n <= 0:
                 break
             lengths.append(n)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.mask import Mask, check_capture
 
-_FAR = 1 << 40
 _MAX_BLOCK = 128  # keys of a block, at most
 SHORT_BLOCKS, SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 
@@ -53,7 +52,7 @@ def walks(
 
     def make() -> Walks:
         check_capture(device)
-        tiles, stretches = _new_walks(mask.regions, rows, tile_rows, block, mask.seqlen_k)
+        tiles, stretches = _new_walks(mask, rows, tile_rows, block)
         blocks = stretches[:, 1] - stretches[:, 0]
         total, masked = int(blocks.sum()), int((blocks * stretches[:, 2]).sum())
         are_short = total <= SHORT_BLOCKS * len(tiles) and masked <= SHORT_MASKED * total
@@ -112,19 +111,13 @@ def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int
     return torch.from_numpy(new_tiles), torch.tensor(new_stretches, dtype=torch.int32, device="cpu")
 
 
-def _new_walks(
-    regions: tuple[Region, ...], rows: tuple[int, int], tile_rows: int, block: int, seqlen_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-seqlen_k // block) + 1
-    table = torch.tensor(
-        [[*r[:4], -_FAR if r.lower is None else r.lower, _FAR if r.upper is None else r.upper] for r in regions],
-        device="cpu",
-    )
-    q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
+def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-mask.seqlen_k // block) + 1
+    q_start, q_stop, k_start, k_stop, lower, upper = torch.from_numpy(mask.table).unbind(1)
     # One piece for each region and tile that share rows.
     first_tile, last_tile = (q_start - rows[0]) // tile_rows, (q_stop - 1 - rows[0]) // tile_rows
     counts = last_tile - first_tile + 1
-    of = torch.repeat_interleave(torch.arange(len(regions), device="cpu"), counts)
+    of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
     tile = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of] + first_tile[of]
     top = torch.maximum(q_start[of], tile * tile_rows + rows[0])
     bottom = torch.minimum(q_stop[of], (tile + 1) * tile_rows + rows[0]) - 1
