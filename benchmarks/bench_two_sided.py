@@ -266,6 +266,15 @@ def _check_fp8(mask: Mask, dim: int, suffixes: tuple[str, ...]) -> float:
     return worst
 
 
+def _uneven() -> Mask:
+    """Return a mask under which a few tiles of keys are seen by most queries."""
+    return whole(rollouts(1, 2000, 6, 700))
+
+
+def _check_parts(dim: int) -> float:
+    return _check(_uneven(), dim)
+
+
 _PRODUCTS = ("", "_scores", "_all")
 CHECKS: dict[str, list[Callable[[], object]]] = {
     "hd128": [
@@ -286,6 +295,10 @@ CHECKS: dict[str, list[Callable[[], object]]] = {
         lambda: _check_fp8(whole(forest(*_DEEP)), 128, _PRODUCTS),
     ],
     "fp8 hd256": [lambda: _check_fp8(whole(_WINDOW()), 256, ("",))],
+    "walks in parts": [
+        *(partial(_check_parts, dim) for dim in (64, 128, 256)),
+        lambda: _check_fp8(_uneven(), 128, _PRODUCTS),
+    ],
     "deterministic": [
         lambda: _check(whole(forest(*_DEEP)), 128, deterministic=True),
         lambda: _check(whole(_WINDOW()), 64, deterministic=True),

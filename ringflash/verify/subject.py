@@ -83,7 +83,7 @@ class Data:
 
     @property
     def documents(self) -> list[tuple[int, int]]:
-        """Where each document begins and ends."""
+        """Bounds of each document."""
         if self.cu_seqlens is None:
             return [(0, self.seqlen)]
         return list(pairwise(self.cu_seqlens.reshape(-1, self.cu_seqlens.shape[-1])[0].tolist()))
