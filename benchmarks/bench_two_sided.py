@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
@@ -343,8 +344,22 @@ def check_in_parallel(note: Callable[..., None], limit: float) -> None:
 # -------------------------------------------------------------------------------------------------------- rivals
 
 
-class Rival:
+class Rival(ABC):
     """Forward and backward of another library on the tensors of ours."""
+
+    out: torch.Tensor
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what the launches need."""
+
+    @abstractmethod
+    def forward(self) -> None:
+        """Launch the forward, which writes `out`."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """Launch the backward."""
 
     def __init__(self, ours: Ours) -> None:
         self.ours, self.flops = ours, ours.flops
