@@ -34,7 +34,7 @@ from ringflash.verify.observe import (
 )
 from ringflash.verify.probe import MakeReader
 from ringflash.verify.session import Session
-from ringflash.verify.subject import Data, Training
+from ringflash.verify.subject import Data, Training, default_prepare
 
 _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 
@@ -69,7 +69,7 @@ class LightningSession(Session):
         module.configure_optimizers = lambda: training.optimizer(module.parameters())
         if isinstance(module, SequenceSharding):
             module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
-            if training.prepare is huggingface.prepare_batch:
+            if training.prepare in (default_prepare, huggingface.prepare_batch):
                 training.prepare = _unsharded_batch
         logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # devices and a tip
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))

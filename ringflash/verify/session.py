@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,7 @@ from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import LAYERS, MASK, Check, Runs, check_beside_exact, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
-from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
+from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import MakeReader, OutputReader, Touch, changed_positions, read_forward, replace_tokens
 from ringflash.verify.report import Report
@@ -37,6 +36,7 @@ class Settings:
 
     Args:
         bounds: cu_seqlens of packed documents; None is one document.
+        parents, bidirectional: of the documents, as for `ringflash.document_table`.
         window: window of every layer, the query's own key included; None reads the model's configuration.
         causal: False for attention and windows in both directions.
     """
@@ -48,6 +48,8 @@ class Settings:
     window: int | None = None
     seed: int = 0
     causal: bool = True
+    parents: list[int] | None = None
+    bidirectional: list[bool] | None = None
 
 
 class Session:
@@ -114,7 +116,7 @@ class Session:
         check_norms(module)
         self.in_fp8 = attends_in_fp8(module)
         self.layout, self.layer_names = training.layout, list(watched_modules(module))
-        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
+        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device, s.parents, s.bidirectional)
         self.windows = windows_of(module)
         if s.window is not None:
             self.windows = [s.window] * max(1, len(self.windows))
@@ -201,8 +203,8 @@ class Session:
                 check.ratio, check.position = float("inf"), beyond[0]
         if check.position is not None:
             start = max((p for p in spans if p <= check.position), default=min(spans))
-            runs, (first, stop) = " and ".join(check.failed), spans[start]
-            check.note = f"position {start} reaches {check.position} at {runs}, outside [{first}, {stop})"
+            runs = " and ".join(check.failed)
+            check.note = f"position {start} reaches {check.position} at {runs}, outside {ranges_of(spans[start])}"
         return check
 
     def _layer_mask_check(self) -> Check:
@@ -213,14 +215,14 @@ class Session:
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
-    def _beyond(self, spans: dict[int, tuple[int, int]], *, ring: bool) -> list[int]:
+    def _beyond(self, spans: dict[int, torch.Tensor], *, ring: bool) -> list[int]:
         """Return the positions outside all spans that the changed tokens reach.
 
         If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
         number of tokens of that expert.
         """
         pair = self.data, replace_tokens(self.data, list(spans))
-        seen = {p for span in spans.values() for p in range(*span)}
+        seen = set(torch.stack(list(spans.values())).any(0).nonzero().flatten().tolist())
 
         def beyond(wide: bool, least: float) -> list[int]:
             reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
@@ -228,21 +230,23 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
-    def _spans(self) -> dict[int, tuple[int, int]]:
-        """Return the positions to change, and the range that each may reach.
+    def _spans(self) -> dict[int, torch.Tensor]:
+        """Return the positions to change, and which positions each may reach.
 
-        With a causal mask: the middle of the first document, and the last token of every document, which no other token
-        sees. Otherwise: the middle of every second document; the documents between them must not change.
+        With a causal mask: the last token of every document, which no other token sees, and the middle of the first
+        one; of documents that others continue, none, since most of the sequence may see them. Otherwise: the middle of
+        every second document; the documents between them must not change.
         """
-        bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
-        reach = self.data.seqlen
+        documents, reach = self.data.documents, None
         if self.windows and None not in self.windows:
-            reach = sum(w - 1 for w in self.windows if w is not None)
-        if not self.settings.causal:
-            middles = {(start + stop) // 2: (start, stop) for start, stop in list(pairwise(bounds))[::2]}
-            return {p: (max(start, p - reach), min(stop, p + reach + 1)) for p, (start, stop) in middles.items()}
-        middle = bounds[1] // 2
-        return {middle: (middle, min(bounds[1], middle + 1 + reach))} | {p - 1: (p - 1, p) for p in bounds[1:]}
+            reach = 1 + sum(w - 1 for w in self.windows if w is not None)
+        if self.settings.causal:
+            continued = set(self.settings.parents or ())
+            changed = [stop - 1 for index, (_, stop) in enumerate(documents) if index not in continued]
+            changed += [] if 0 in continued else [documents[0][1] // 2]
+        else:
+            changed = [(start + stop) // 2 for start, stop in documents[::2]]
+        return {position: self.data.queries_of(position, reach, self.settings.causal) for position in changed}
 
     def _explain(self, report: Report, runs: Any) -> None:
         """Add the first failure in the order of the data path, and its likely cause, to the report."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ringflash import RingAttention, huggingface
+from ringflash import RingAttention, document_table, huggingface
 from ringflash import loss as token_loss
 from ringflash.attention.ring_of_hops import GradientExchange
 from ringflash.comm.seeding import seeded
@@ -219,6 +219,27 @@ def _moved(bounds: Tensor) -> Tensor:
 
 bounds_a_token_early = _with_bounds(_moved)
 bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
+
+
+def parents_dropped(group: Group) -> Training:
+    """The batch is made of the bounds only."""
+    training = right(group)
+    prepare = training.prepare
+    training.prepare = lambda input_ids, *, cu_seqlens, **kw: prepare(input_ids, cu_seqlens=cu_seqlens[0], **kw)
+    return training
+
+
+def siblings_in_a_chain(group: Group) -> Training:
+    """The batch is made of a table in which each document continues the previous one."""
+    training = right(group)
+    prepare = training.prepare
+
+    def other(input_ids: Tensor, *, cu_seqlens: Tensor, **kw: Any) -> dict[str, Any]:
+        chain = torch.arange(-1, cu_seqlens.shape[1] - 2, dtype=torch.int32)
+        return prepare(input_ids, cu_seqlens=document_table(cu_seqlens[0], chain), **kw)
+
+    training.prepare = other
+    return training
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
