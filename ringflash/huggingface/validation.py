@@ -289,17 +289,30 @@ def check_rope(base: nn.Module) -> None:
     Args:
         base: as `find_base` returns it.
     """
-    parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
-    kinds = [
-        parameters,
-        *(x for x in parameters.values() if isinstance(x, dict)),
-    ]  # or one per layer type
-    for kind in (x.get("rope_type") for x in kinds):
+    for kind in _rotations(base):
         if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
             raise NotImplementedError(
                 f"rope_type must be one whose angles do not depend on the input's length, got {kind!r} and no rotary "
                 "layer that says so; use yarn, llama3 or linear."
             )
+
+
+def _rotations(module: nn.Module) -> list[str | None]:
+    """Return the rope_types of a configuration: one, or one per layer type."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    return [x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)]
+
+
+def check_without_hooks(module: nn.Module) -> None:
+    """Raise NotImplementedError for attention of a model that is right on a shard only after `set_group`."""
+    found = "recurrent layers" if _is_hybrid(module) else None
+    if any(kind in LENGTH_DEPENDENT for kind in _rotations(module)):
+        found = "rotary angles that depend on the length"
+    if found is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} must be of a model that needs only its attention on the ring, got one with "
+            f"{found}, which would be those of each shard; call ringflash.huggingface.set_group."
+        )
 
 
 def check_direction(module: nn.Module) -> None:
