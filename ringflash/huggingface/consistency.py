@@ -328,13 +328,16 @@ class ShardLoss:
     """A model's `loss_function`: transformers' own, guarded against labels and adapters that are wrong on a shard.
 
     Hooks do not suffice: a wrapper may call a model's forward directly, and some models drop `shift_labels` on the way.
+
+    Attributes:
+        compute: the function that is guarded.
     """
 
     def __init__(self, model: nn.Module, compute: Callable[..., Any], inputs: ForwardInputs) -> None:
-        self._model, self._compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
+        self._model, self.compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardLoss, (self._model(), self._compute, self._inputs)  # of a copied model, the copy
+        return ShardLoss, (self._model(), self.compute, self._inputs)  # of a copied model, the copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of logits and labels."""
@@ -348,7 +351,7 @@ class ShardLoss:
                     error = found
             if error is not None:
                 _raise_on_every_rank(self._inputs.options.group, error)
-        return self._compute(*args, **kwargs)
+        return self.compute(*args, **kwargs)
 
 
 def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
@@ -386,6 +389,11 @@ def _find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | N
             f"labels must not be given to {type(model).__name__} on a ring, whose loss would be a mean over the shard; "
             "compute it from the logits: the sum over this rank's tokens * cp_size / number of labels in the whole "
             "sequence."
+        )
+    if coefficient := getattr(model, "z_loss_coefficient", 0):  # Bamba
+        return NotImplementedError(
+            f"z_loss_coefficient must be 0 with labels on a ring, got {coefficient}, of which each rank would add a "
+            "mean over its shard; set it to 0, or compute the loss from the logits."
         )
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:

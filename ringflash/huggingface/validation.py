@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ringflash.huggingface.global_length import LENGTH_DEPENDENT
 from ringflash.huggingface.spans import LayerSpans
 from ringflash.sequence.layout import read_documents
 
@@ -206,6 +207,18 @@ def rope_types(module: nn.Module) -> list[str | None]:
     """Return the rope_types of a module's configuration: one, or one per layer type."""
     parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
     return [x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)]
+
+
+def check_without_hooks(module: nn.Module) -> None:
+    """Raise NotImplementedError for attention of a model that is right on a shard only after `set_group`."""
+    found = "recurrent layers" if _has_recurrent_layers(type(module).__module__) else None
+    if any(kind in LENGTH_DEPENDENT for kind in rope_types(module)):
+        found = "rotary angles that depend on the length"
+    if found is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} must be of a model that needs only its attention on the ring, got one with "
+            f"{found}, which would be those of each shard; call ringflash.huggingface.set_group."
+        )
 
 
 def check_direction(module: nn.Module) -> None:

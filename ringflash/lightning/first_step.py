@@ -99,7 +99,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
 
 
 def sample(batch: Any, size: int, held: Tensor) -> Any:
-    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
+    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens and names (position_ids).
 
     They are those with most labels. If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers
     (weights), one rank keeps only its first label or one: the mean over each shard then differs from that over the
@@ -110,7 +110,7 @@ def sample(batch: Any, size: int, held: Tensor) -> Any:
         held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
     """
     if isinstance(batch, Mapping):
-        batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
+        batch = {name: x for name, x in batch.items() if name != "cu_seqlens" and not isinstance(x, str)}
     tensors: list[Tensor] = []
     apply_to_collection(batch, Tensor, tensors.append)
     lengths = {x.shape[1] for x in tensors if x.dim() == 2 and not x.is_floating_point()}
