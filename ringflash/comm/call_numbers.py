@@ -128,10 +128,13 @@ def in_layer(name: str) -> Iterator[None]:
         _layer = outer
 
 
-def begin(group: dist.ProcessGroup | None) -> None:
-    """Count a call that starts now."""
-    if group is not None:
-        _calls(group).count += 1
+def begin(group: dist.ProcessGroup | None) -> int:
+    """Count a call that starts now, and return its number."""
+    if group is None:
+        return 0
+    calls = _calls(group)
+    calls.count += 1
+    return calls.count
 
 
 def word_in(area: torch.Tensor) -> torch.Tensor:
