@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.driver import Command, copy_command
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -52,6 +53,10 @@ class Copies:
         if batch is None or capturing(self._device) or self._refused(batch, stream):  # graphs do not support batches
             for target, source in self._pairs:
                 target.copy_(source, non_blocking=True)
+
+    def commands(self, stream: int) -> list[Command]:
+        """Return the copies as commands for the driver."""
+        return [copy_command(stream, *one) for one in zip(*self._arrays, strict=True)]
 
     def _refused(self, batch: Callable[..., int], stream: torch.cuda.Stream) -> bool:
         """Run the batch; return True if the driver refused some or all of the copies."""
