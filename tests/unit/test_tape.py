@@ -1,8 +1,8 @@
 """Repeated calls ask for what ordinary ones ask for, in the same order and on the same streams. CPU, one process.
 
 The host code of the real kernels runs over streams and a launcher that only write a log. There, an address is an offset
-in an input or in an allocation of the call, or that of memory that stays. Repeated calls ask from Python, or by lists of
-commands of a driver whose functions write the same log.
+in an input or in an allocation of the call, or that of memory that stays. Repeated calls ask from Python, or by lists
+of commands of a driver whose functions write the same log.
 """
 
 from __future__ import annotations
