@@ -83,6 +83,10 @@ _FUNCTIONS = (
     "cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue64_v2", "cuMemcpyAsync", "cuLaunchKernel",
     "cuTensorMapReplaceAddress",
 )  # fmt: skip
+_FOR_CAPTURES = (
+    "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2",
+    "cuGraphKernelNodeGetAttribute", "cuFuncGetParamInfo", "cuKernelGetParamInfo", "cuGraphDestroy",
+)  # fmt: skip
 _MAP_BYTES = 128  # of a descriptor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CLUSTER, _COOPERATIVE = 4, 2  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _COOPERATIVE
@@ -232,7 +236,7 @@ class Driver:
 
     def __init__(self) -> None:
         self._library = library = ctypes.CDLL("libcuda.so.1")
-        addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+        addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in (*_FUNCTIONS, *_FOR_CAPTURES)]
         self.functions = (ctypes.c_void_p * len(addresses))(*addresses)
         self.issue = compiled()
 
