@@ -89,6 +89,7 @@ _FOR_CAPTURES = (
 )  # fmt: skip
 _MAP_BYTES = 128  # of a descriptor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_CAN_WRITE = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _CLUSTER, _COOPERATIVE = 4, 2  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _COOPERATIVE
 
 
@@ -238,6 +239,10 @@ class Driver:
         self._library = library = ctypes.CDLL("libcuda.so.1")
         addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in (*_FUNCTIONS, *_FOR_CAPTURES)]
         self.functions = (ctypes.c_void_p * len(addresses))(*addresses)
+        can_write = ctypes.c_int()
+        self.check(library.cuDeviceGetAttribute(ctypes.byref(can_write), _CAN_WRITE, torch.cuda.current_device()))
+        if not can_write.value:
+            raise RuntimeError("words must be written by the driver, got a device that cannot")
         self.issue = compiled()
 
     def check(self, error: int) -> None:

@@ -204,8 +204,11 @@ def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, send
 class FakeDriver(driver.Driver):
     """A driver that writes to the log of the present call. A captured launch writes to a log of its own."""
 
+    error = 0  # of copies
+
     def __init__(self) -> None:
         self.launches = list[Any]()
+        self._library = SimpleNamespace(cuGetErrorString=self.explain)
         stands_in = record, wait, self.write, self.copy, self.launch, self.replace
         numbers = 2, 3, 4, 4, 11, 2
         self.kept = [
@@ -223,7 +226,10 @@ class FakeDriver(driver.Driver):
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
         LOGS[-1].copy(STREAMS[stream], target, source, num_bytes)
-        return 0
+        return self.error
+
+    def explain(self, error: int, text: Any) -> None:
+        text._obj.value = f"as {error}".encode()
 
     def replace(self, at: int, address: int) -> int:
         ctypes.c_uint64.from_address(at).value = address
@@ -408,6 +414,19 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     for _ in range(3):
         made.record(Memory(), (torch.zeros(1),), issue)
     assert made.calls == 3 and not made.steps
+
+
+def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = FakeDriver()
+    for module in (recorder, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    calls = Calls(Case())
+    for _ in range(5):
+        calls.log(1, repeat=True)
+    known.error = 700
+    with mock.patch.object(Memory, "join") as join, pytest.raises(RuntimeError, match="CUDA error 700: as 700"):
+        calls.log(1, repeat=True)
+    assert join.called and LOGS[-1].stream == "caller" and not LOGS[-1].awaited
 
 
 @pytest.mark.parametrize("failing", [0, 5, 11, 17])
