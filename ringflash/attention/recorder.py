@@ -256,7 +256,8 @@ class Recorder(TorchDispatchMode):
         """
         for place, (index, stream) in self._records.items():
             if index in events:
-                self._commands[place] = [record_command(stream.cuda_stream, events[index].cuda_event)]
+                command = record_command(stream.cuda_stream, events[index].cuda_event)
+                self._commands[place] = [command._replace(kept=events[index])]
             else:
                 self._commands[place] = [record_command(stream.cuda_stream, 0, index)]
                 self.steps[place] = _taking(index, stream)
