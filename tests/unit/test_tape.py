@@ -16,6 +16,7 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ class Event:
 
     def __init__(self) -> None:
         self.cuda_event = next(HANDLES)
+        ALIVE[self.cuda_event] = self
 
     def record(self, stream: Stream) -> None:
         LOGS[-1].events.append(self)
@@ -137,7 +139,7 @@ def record(event: int, stream: int) -> int:
     log = LOGS[-1]
     log.say("record", STREAMS[stream])
     log.numbers[event] = len(log.lines)
-    return 0
+    return 0 if event in ALIVE else 400
 
 
 def wait(stream: int, event: int, flags: int = 0) -> int:
@@ -147,6 +149,7 @@ def wait(stream: int, event: int, flags: int = 0) -> int:
 
 
 HANDLES = itertools.count(1000)
+ALIVE = WeakValueDictionary[int, Event]()
 STREAMS: list[str] = []  # names, by handle
 LOGS: list[Log] = []  # the last one is that of the present call
 CALLER = Stream("caller")
