@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ringflash.attention.steps import (
+    Address,
+    Repetition,
+    Step,
+    Tensors,
+    dropping,
+    issuing,
+    recording,
+    taking,
+    view_of,
+)
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import (
     Command,
-    CommandList,
     Driver,
-    ReusedEvent,
-    address_of,
     driver,
     new_event,
     plain_launch,
@@ -32,42 +40,6 @@ ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
-
-Tensors = Sequence[torch.Tensor | None]
-
-
-class Repetition:
-    """A call that repeats a tape.
-
-    Attributes:
-        tensors: the call's inputs, then what it allocates.
-        addresses: of these.
-        events: what it has recorded, and results of notes.
-    """
-
-    __slots__ = ("addresses", "events", "number", "tensors", "watched")
-
-    def __init__(
-        self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
-    ) -> None:
-        self.tensors, self.number, self.watched = list(tensors), number, watched
-        self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        self.events: list[Any] = [None] * num_events
-
-
-Step = Callable[[Repetition], None]
-
-
-class _Address:
-    """Stand-in for the tensor of a descriptor."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 class Recorder(TorchDispatchMode):
@@ -113,7 +85,7 @@ class Recorder(TorchDispatchMode):
         index = len(self._made)
         self._records[len(self.steps)] = index, stream
         self._made[id(event)] = event, index
-        self.steps.append(_recording(index, stream))
+        self.steps.append(recording(index, stream))
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
         """Note that a stream waits for an event."""
@@ -179,7 +151,7 @@ class Recorder(TorchDispatchMode):
             self.problem = "a kernel was compiled"
             return
         given, launch = launch.args, launch._replace(args=())  # a step must not keep tensors
-        template, moving = list(given), list[tuple[int, int, int, _Address | None]]()
+        template, moving = list(given), list[tuple[int, int, int, Address | None]]()
         readable = launch.is_readable  # and no address is in two slots
         pointers, maps = dict[int, tuple[int, int]](), list[tuple[int, int] | None]()
         for place, x in enumerate(given):
@@ -191,7 +163,7 @@ class Recorder(TorchDispatchMode):
                     readable &= pointers.setdefault(x.data_ptr(), (slot, offset)) == (slot, offset)
             elif hasattr(x, "block_shape"):
                 slot, offset = self._place(x.base)
-                template[place], base = copy.copy(x), _Address(offset)
+                template[place], base = copy.copy(x), Address(offset)
                 template[place].base = base
                 maps.append(None if slot is None else (slot, offset))
             else:
@@ -234,7 +206,7 @@ class Recorder(TorchDispatchMode):
         for place, (index, stream) in self._records.items():
             if index not in self._seen_by_host:
                 events[index] = new_event(stream)
-                self.steps[place] = _recording(index, stream, events[index])
+                self.steps[place] = recording(index, stream, events[index])
         slots = []
         for x in results:
             slot, offset = self._place(x)
@@ -260,7 +232,7 @@ class Recorder(TorchDispatchMode):
                 self._commands[place] = [command._replace(kept=events[index])]
             else:
                 self._commands[place] = [record_command(stream.cuda_stream, 0, index)]
-                self.steps[place] = _taking(index, stream)
+                self.steps[place] = taking(index, stream)
         for place, (index, stream) in self._waits.items():
             event, value = (events[index].cuda_event, -1) if index in events else (0, index)
             self._commands[place] = [wait_command(stream.cuda_stream, event, value)]
@@ -283,7 +255,7 @@ class Recorder(TorchDispatchMode):
                 enter = [self.steps[place]]
             else:
                 if commands:
-                    yield _issuing(known, commands)
+                    yield issuing(known, commands)
                 yield from late
                 if place < last:
                     yield from enter
@@ -315,7 +287,7 @@ class Recorder(TorchDispatchMode):
         for place, x in tensors:
             slot, offset = self._place(x)
             if slot is not None:
-                views.append((place, slot, _view_of(x, offset)))
+                views.append((place, slot, view_of(x, offset)))
                 template[place] = None
                 if x.dtype != self._dtypes[slot]:
                     self.problem = f"the operator {func} on a tensor of another dtype"
@@ -353,7 +325,7 @@ class Recorder(TorchDispatchMode):
         for storage, (slot, alive) in list(self._allocated.items()):
             if alive.expired():
                 del self._allocated[storage]
-                self.steps.append(_dropping(slot))
+                self.steps.append(dropping(slot))
 
     def _enter(self) -> None:
         """Make the current stream that of a repetition, for what follows."""
@@ -384,51 +356,3 @@ class Recorder(TorchDispatchMode):
             self.kept.append(x)
             return None, x.data_ptr()
         return slot, x.data_ptr() - self._addresses[slot]
-
-
-def _view_of(x: torch.Tensor, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that takes the same view as x of the tensor of its slot."""
-    shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
-    first = offset // dtype.itemsize
-
-    def view(base: torch.Tensor) -> torch.Tensor:
-        return base.as_strided(shape, strides, base.storage_offset() + first)
-
-    return view
-
-
-def _recording(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> Step:
-    """Return the step that records an event, or a new one."""
-
-    def record(now: Repetition) -> None:
-        now.events[index] = stream.record_event(event)
-
-    return record
-
-
-def _taking(index: int, stream: torch.cuda.Stream) -> Step:
-    """Return the step that takes an event for a command."""
-
-    def take(now: Repetition) -> None:
-        now.events[index] = ReusedEvent(stream)
-
-    return take
-
-
-def _issuing(known: Driver, commands: list[Command]) -> Step:
-    """Return the step that issues a list of commands."""
-    places = sorted({command.value for command in commands if command.value >= 0})
-    values = {place: value for value, place in enumerate(places)}
-    made = CommandList(known, [command._replace(value=values.get(command.value, -1)) for command in commands])
-
-    def issue(now: Repetition) -> None:
-        made.issue(now.addresses, [address_of(now.events[place]) for place in places], now.number.word)
-
-    return issue
-
-
-def _dropping(slot: int) -> Step:
-    def drop(now: Repetition) -> None:
-        now.tensors[slot] = None
-
-    return drop

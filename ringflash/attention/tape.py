@@ -16,7 +16,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from ringflash.attention.recorder import Recorder, Repetition, Step, Tensors
+from ringflash.attention.recorder import Recorder
+from ringflash.attention.steps import Repetition, Step, Tensors
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.wait_timer import measuring

@@ -121,7 +121,7 @@ def agree(
     if device.type == "cpu" or _policy == "always" or error is not None or checksum is None:
         extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": __version__}
         try:
-            content = {**signature, _ERRORS_IN_CALLS: str(errors), **extra}
+            content: dict[str, object] = {**signature, _ERRORS_IN_CALLS: str(errors), **extra}
             answers = _exchange_if_different(group, _encode(content, error), timeout)
         except RuntimeError as unanswered:
             _interrupt(group, "before its first message")  # the others may be in the call

@@ -183,7 +183,8 @@ class _Patch(ctypes.Structure):
 
 
 class _Kernel(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("function", "params", "patches")] + [
+    _fields_ = [
+        ("function", ctypes.c_uint64), ("params", ctypes.c_uint64), ("patches", ctypes.c_uint64),
         ("num_patches", ctypes.c_uint32), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
         ("shared", ctypes.c_uint32),
     ]  # fmt: skip
