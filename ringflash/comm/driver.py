@@ -208,8 +208,8 @@ class CommandList:
     """
 
     def __init__(self, driver: Driver, commands: Sequence[Command]) -> None:
-        self._driver, self._kept, self._count = driver, [x.kept for x in commands], len(commands)
-        self._commands = (_Command * len(commands))(
+        self.driver, self.commands = driver, tuple(commands)
+        self._array = (_Command * len(commands))(
             *[_Command(x.kind, x.value, x.stream, x.a, x.b, x.c) for x in commands]
         )
 
@@ -225,8 +225,8 @@ class CommandList:
         """
         array = ctypes.c_uint64
         given, own = (array * len(slots))(*slots), (array * len(values))(*values)
-        driver = self._driver
-        driver.check(driver.issue(driver.functions, self._commands, self._count, given, own, word))
+        driver = self.driver
+        driver.check(driver.issue(driver.functions, self._array, len(self.commands), given, own, word))
 
 
 class Driver:
