@@ -33,7 +33,11 @@ struct driver {
 
 struct patch { u64 at, offset; u32 slot, is_map; };
 struct kernel { u64 function, params, patches; u32 num_patches, grid[3], block[3], shared; };
-enum { RECORD, WAIT, WRITE, COPY, LAUNCH };
+struct copies {
+    int (*start)(u64 targets, u64 sources, u64 bytes, u64 count, u64 attributes, u64 firsts, u64 one, u64 stream);
+    u64 targets, sources, bytes, count, attributes, firsts;
+};
+enum { RECORD, WAIT, WRITE, COPY, COPIES, LAUNCH };
 struct command { u32 kind; int32_t value; u64 stream, a, b, c; };
 
 static int launch(const struct driver *driver, const struct kernel *kernel, u64 stream, const u64 *slots)
@@ -54,6 +58,11 @@ static int launch(const struct driver *driver, const struct kernel *kernel, u64 
                           stream, kernel->params, 0);
 }
 
+static int start(const struct copies *c, u64 stream)
+{
+    return c->start(c->targets, c->sources, c->bytes, c->count, c->attributes, c->firsts, 1, stream);
+}
+
 /* Issue commands until one fails. Return 0 or the driver's error. */
 int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots, const u64 *values,
           u64 word)
@@ -67,6 +76,7 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
         case WAIT: error = driver->wait(c->stream, a, 0); break;
         case WRITE: error = driver->write(c->stream, a, word, 0); break;
         case COPY: error = driver->copy(a, c->b, c->c, c->stream); break;
+        case COPIES: error = start((const struct copies *)a, c->stream); break;
         case LAUNCH: error = launch(driver, (const struct kernel *)a, c->stream, slots); break;
         }
         if (error)
@@ -78,7 +88,7 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, NULL};
 PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
 """
-_KINDS = _RECORD, _WAIT, _WRITE, _COPY, _LAUNCH = range(5)
+_RECORD, _WAIT, _WRITE, _COPY, _COPIES, _LAUNCH = range(6)
 _FUNCTIONS = (
     "cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue64_v2", "cuMemcpyAsync", "cuLaunchKernel",
     "cuTensorMapReplaceAddress",
@@ -128,6 +138,20 @@ def write_command(stream: int, address: int) -> Command:
 def copy_command(stream: int, target: int, source: int, num_bytes: int, value: int = -1) -> Command:
     """Copy memory of devices, or to host memory of each call, which must be pinned."""
     return Command(_COPY, stream, target, value, source, num_bytes)
+
+
+def copies_command(stream: int, start: Any, arrays: Sequence[Any], attributes: Any, firsts: Any) -> Command:
+    """Start several copies in one call.
+
+    Args:
+        start: the driver's function.
+        arrays: targets, sources and sizes, ctypes arrays as `start` takes them; also attributes and firsts.
+    """
+    function = ctypes.cast(start, ctypes.c_void_p).value
+    targets, sources, sizes = map(ctypes.addressof, arrays)
+    numbers = function, targets, sources, sizes, len(arrays[0]), ctypes.addressof(attributes), ctypes.addressof(firsts)
+    made = (ctypes.c_uint64 * len(numbers))(*numbers)
+    return Command(_COPIES, stream, ctypes.addressof(made), kept=(made, start, arrays, attributes, firsts))
 
 
 class ReusedEvent:
