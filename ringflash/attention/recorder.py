@@ -27,6 +27,7 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import (
     Command,
     Driver,
+    clear_command,
     driver,
     new_event,
     plain_launch,
@@ -45,8 +46,9 @@ ALLOCATIONS = {
 class Recorder(TorchDispatchMode):
     """Records a call: torch's operators as a dispatch mode, the rest as it is told.
 
-    What the driver is asked for becomes commands, which a repetition issues in lists. A list ends at an allocation, at
-    memory that is freed and at an operator of torch. Notes follow the list in which they fall.
+    What the driver is asked for becomes commands, which a repetition issues in lists. A list ends at other work of
+    torch, and where memory is allocated after some was freed. Other allocations precede the list in which they fall.
+    Notes follow it, and so does what frees memory.
 
     Tensors are addressed from the *slots* of a repetition: its inputs, then its allocations. All others belong to the
     group or the mask, and keep their place as long as the tape, which is dropped with the areas.
@@ -57,7 +59,8 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self.kept: list[torch.Tensor] = []
         self.problem = ""
-        self._memory, self._entered = memory, memory.current()
+        self._memory, self._first = memory, memory.current()
+        self._entered = self._first
         self._addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self._dtypes = [None if x is None else x.dtype for x in tensors]
         # Inputs and their views. They may share a storage, and are alive anyway.
@@ -71,7 +74,10 @@ class Recorder(TorchDispatchMode):
         self._commands: dict[int, list[Command]] = {}  # of steps
         self._early: set[int] = set()  # steps of the host that may precede commands
         self._late: set[int] = set()  # and those that may follow them
+        self._allocations: set[int] = set()
+        self._drops: set[int] = set()
         self._enters: set[int] = set()  # steps that change the current stream, which commands do not need
+        self._streams: dict[int, torch.cuda.Stream] = {}  # of the steps that need a current one
         self._paused = False
 
     @property
@@ -98,6 +104,7 @@ class Recorder(TorchDispatchMode):
         """Run work on the current stream, and note it."""
         self._enter()
         self._note_work(work, args)
+        self._streams[len(self.steps) - 1] = self._entered
         made = None if commands is None or driver() is None else commands(self._entered.cuda_stream, self._event)
         if made is not None:
             self._commands[len(self.steps) - 1] = made
@@ -239,35 +246,37 @@ class Recorder(TorchDispatchMode):
 
     def _in_lists(self, known: Driver) -> Iterator[Step]:
         """Yield the steps of a repetition, with as many commands in one list as may be."""
-        commands, late, enter = list[Command](), list[Step](), list[Step]()
-        last = len(self.steps)
-        for place in range(last + 1):
+        commands, late, current, frees = list[Command](), list[Step](), self._first, False
+        for place, step in enumerate([*self.steps, None]):
             own = self._commands.get(place)
             if own is not None:
                 commands += own
                 if place in self._records and own[0].value >= 0:
                     yield self.steps[place]
-            elif place in self._early:
-                yield self.steps[place]
-            elif place in self._late:
-                late.append(self.steps[place])
-            elif place in self._enters:
-                enter = [self.steps[place]]
-            else:
-                if commands:
-                    yield issuing(known, commands)
-                yield from late
-                if place < last:
-                    yield from enter
-                    yield self.steps[place]
-                commands, late, enter = [], [], []
+            elif step is not None and place in self._late | self._drops:
+                late.append(step)
+                frees |= place in self._drops
+            elif place not in self._enters:
+                if not (place in self._early or place in self._allocations and not frees):
+                    if commands:
+                        yield issuing(known, commands)
+                    yield from late
+                    commands, late, frees = [], [], False
+                stream = self._streams.get(place, current)
+                if stream != current:
+                    current = stream
+                    yield partial(_enter, self._memory, stream)
+                if step is not None:
+                    yield step
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note an operator that is no view."""
         self._drop_freed()
         self._enter()
+        self._streams[len(self.steps)] = self._entered
         if func in ALLOCATIONS:
             self._allocate(out)
+            self._allocations.add(len(self.steps))
             shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
 
             def allocate(now: Repetition) -> None:
@@ -293,6 +302,9 @@ class Recorder(TorchDispatchMode):
                     self.problem = f"the operator {func} on a tensor of another dtype"
         if not in_place:
             self._allocate(out)
+        if func is torch.ops.aten.zero_.default and views and out.is_contiguous():
+            slot, offset = self._place(out)
+            self._commands[len(self.steps)] = [clear_command(self._entered.cuda_stream, slot or 0, offset, out.nbytes)]
 
         def again(now: Repetition) -> None:
             for place, slot, view in views:
@@ -325,6 +337,7 @@ class Recorder(TorchDispatchMode):
         for storage, (slot, alive) in list(self._allocated.items()):
             if alive.expired():
                 del self._allocated[storage]
+                self._drops.add(len(self.steps))
                 self.steps.append(dropping(slot))
 
     def _enter(self) -> None:
@@ -333,7 +346,7 @@ class Recorder(TorchDispatchMode):
         if stream != self._entered:
             self._entered = stream
             self._enters.add(len(self.steps))
-            self.steps.append(lambda now: memory.enter(stream))
+            self.steps.append(partial(_enter, memory, stream))
 
     def _event(self, event: Any) -> int:
         if id(event) not in self._made:
@@ -356,3 +369,8 @@ class Recorder(TorchDispatchMode):
             self.kept.append(x)
             return None, x.data_ptr()
         return slot, x.data_ptr() - self._addresses[slot]
+
+
+def _enter(memory: Lanes, stream: torch.cuda.Stream, _: Repetition) -> None:
+    """Make a stream current: a step."""
+    memory.enter(stream)

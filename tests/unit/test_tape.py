@@ -46,7 +46,8 @@ class Log(TorchDispatchMode):
         super().__init__()
         self.lines: list[Any] = []
         self.stream: Any = "caller"
-        self.numbers: dict[int, int] = {}  # of events, by their handles
+        self.num_records = 0
+        self.numbers: dict[int, int] = {}  # of the last records of events, by their handles
         self.awaited: list[tuple[Any, ...]] = []  # words of the peers
         self.events: list[Any] = []
         self.unread: list[torch.Tensor] = []
@@ -85,12 +86,18 @@ class Log(TorchDispatchMode):
             return "box", self.place(x.base.data_ptr()), x.shape, x.strides, x.block_shape
         return self.place(x) if isinstance(x, int) else x
 
+    def clear(self, stream: str, target: int, num_bytes: int) -> None:
+        self.say("clear", stream, self.place(target), num_bytes)
+
     def copy(self, stream: str, target: int, source: int, num_bytes: int) -> None:
         self.say("copy", stream, self.place(target), self.place(source), num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or "nan" in str(args[1:]) or "fill_.Tensor" in str(func):  # new memory of all tests
+            return out
+        if func is torch.ops.aten.zero_.default:
+            self.clear(self.stream, args[0].data_ptr(), args[0].nbytes)
             return out
         if func is torch.ops.aten.copy_.default:
             self.copy(self.stream, args[0].data_ptr(), args[1].data_ptr(), args[0].nbytes)
@@ -138,7 +145,8 @@ def record(event: int, stream: int) -> int:
     """Stand in for cuEventRecord."""
     log = LOGS[-1]
     log.say("record", STREAMS[stream])
-    log.numbers[event] = len(log.lines)
+    log.num_records += 1
+    log.numbers[event] = log.num_records
     return 0 if event in ALIVE else 400
 
 
@@ -212,8 +220,8 @@ class FakeDriver(driver.Driver):
     def __init__(self) -> None:
         self.launches = list[Any]()
         self._library = SimpleNamespace(cuGetErrorString=self.explain)
-        stands_in = record, wait, self.write, self.copy, self.launch, self.replace
-        numbers = 2, 3, 4, 4, 11, 2
+        stands_in = record, wait, self.write, self.copy, self.launch, self.replace, self.clear
+        numbers = 2, 3, 4, 4, 11, 2, 4
         self.kept = [
             ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(function)
             for function, count in zip(stands_in, numbers, strict=True)
@@ -230,6 +238,10 @@ class FakeDriver(driver.Driver):
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
         LOGS[-1].copy(STREAMS[stream], target, source, num_bytes)
         return self.error
+
+    def clear(self, address: int, byte: int, num_bytes: int, stream: int) -> int:
+        LOGS[-1].clear(STREAMS[stream], address, num_bytes)
+        return byte
 
     def explain(self, error: int, text: Any) -> None:
         text._obj.value = f"as {error}".encode()
@@ -363,6 +375,23 @@ class Calls:
         ]
 
 
+def apart(lines: list[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
+    """Return the requests to the device, and what was allocated and freed, with the number of requests before it.
+
+    What is freed between two allocations is sorted.
+    """
+    requests, memory, freed = list[Any](), list[tuple[Any, int]](), list[tuple[Any, int]]()
+    for line in lines:
+        if line and line[0] == "freed":
+            freed.append((line, len(requests)))
+        elif line and line[0] == "empty":
+            memory += [*sorted(freed), (line, len(requests))]
+            freed = []
+        elif line:
+            requests.append(line)
+    return requests, memory + sorted(freed)
+
+
 def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor | None) -> Any:
     """Make a call, and append its lines."""
     log = Log()
@@ -390,8 +419,13 @@ def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: p
     with mock.patch.object(HeadGather, "_run", mock.Mock(side_effect=AssertionError("not repeated"))):
         repeated = calls.log(7, repeat=True), calls.log(7, repeat=True, one_storage=CASES[name].num_blocks == 1)
     assert recorded == ordinary and len(ordinary) > 30
+    requests, memory = apart(ordinary)
     for got in repeated:
-        assert got == ordinary
+        assert got == ordinary or in_c
+        same, moved = apart(got)
+        assert same == requests and [line for line, _ in moved] == [line for line, _ in memory]
+        for (line, place), (_, now) in zip(memory, moved, strict=True):
+            assert now <= place if line[0] == "empty" else now >= place
 
 
 def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
