@@ -27,7 +27,6 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import (
     Command,
     Driver,
-    clear_command,
     driver,
     new_event,
     plain_launch,
@@ -302,9 +301,6 @@ class Recorder(TorchDispatchMode):
                     self.problem = f"the operator {func} on a tensor of another dtype"
         if not in_place:
             self._allocate(out)
-        if func is torch.ops.aten.zero_.default and views and out.is_contiguous():
-            slot, offset = self._place(out)
-            self._commands[len(self.steps)] = [clear_command(self._entered.cuda_stream, slot or 0, offset, out.nbytes)]
 
         def again(now: Repetition) -> None:
             for place, slot, view in views:

@@ -29,7 +29,6 @@ struct driver {
     int (*copy)(u64 target, u64 source, u64 bytes, u64 stream);
     int (*launch)(u64 function, u32, u32, u32, u32, u32, u32, u32 shared, u64 stream, u64 params, u64 extra);
     int (*replace)(u64 map, u64 address);
-    int (*clear)(u64 address, u32 byte, u64 bytes, u64 stream);
 };
 
 struct patch { u64 at, offset; u32 slot, is_map; };
@@ -38,7 +37,7 @@ struct copies {
     int (*start)(u64 targets, u64 sources, u64 bytes, u64 count, u64 attributes, u64 firsts, u64 one, u64 stream);
     u64 targets, sources, bytes, count, attributes, firsts;
 };
-enum { RECORD, WAIT, WRITE, COPY, COPIES, CLEAR, LAUNCH };
+enum { RECORD, WAIT, WRITE, COPY, COPIES, LAUNCH };
 struct command { u32 kind; int32_t value; u64 stream, a, b, c; };
 
 static int launch(const struct driver *driver, const struct kernel *kernel, u64 stream, const u64 *slots)
@@ -78,7 +77,6 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
         case WRITE: error = driver->write(c->stream, a, word, 0); break;
         case COPY: error = driver->copy(a, c->b, c->c, c->stream); break;
         case COPIES: error = start((const struct copies *)a, c->stream); break;
-        case CLEAR: error = driver->clear(slots[c->b] + a, 0, c->c, c->stream); break;
         case LAUNCH: error = launch(driver, (const struct kernel *)a, c->stream, slots); break;
         }
         if (error)
@@ -90,10 +88,10 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, NULL};
 PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
 """
-_RECORD, _WAIT, _WRITE, _COPY, _COPIES, _CLEAR, _LAUNCH = range(7)
+_RECORD, _WAIT, _WRITE, _COPY, _COPIES, _LAUNCH = range(6)
 _FUNCTIONS = (
     "cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue64_v2", "cuMemcpyAsync", "cuLaunchKernel",
-    "cuTensorMapReplaceAddress", "cuMemsetD8Async",
+    "cuTensorMapReplaceAddress",
 )  # fmt: skip
 _FOR_CAPTURES = (
     "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2",
@@ -140,11 +138,6 @@ def write_command(stream: int, address: int) -> Command:
 def copy_command(stream: int, target: int, source: int, num_bytes: int, value: int = -1) -> Command:
     """Copy memory of devices, or to host memory of each call, which must be pinned."""
     return Command(_COPY, stream, target, value, source, num_bytes)
-
-
-def clear_command(stream: int, slot: int, offset: int, num_bytes: int) -> Command:
-    """Set memory of a tensor of each call to zero."""
-    return Command(_CLEAR, stream, offset, b=slot, c=num_bytes)
 
 
 def copies_command(stream: int, start: Any, arrays: Sequence[Any], attributes: Any, firsts: Any) -> Command:

@@ -131,7 +131,7 @@ def test_commands_ask_for_the_same(driver: Driver, problem: int, monkeypatch: py
 
     functions = [ctypes.CFUNCTYPE(ctypes.c_int, *[number] * count)(f) for count, f in ((8, start_all), (4, start_one))]
     monkeypatch.setattr(copies, "_driver_batch", lambda: functions[0])
-    table = (ctypes.c_void_p * 7)(0, 0, 0, ctypes.cast(functions[1], ctypes.c_void_p).value)
+    table = (ctypes.c_void_p * 6)(0, 0, 0, ctypes.cast(functions[1], ctypes.c_void_p).value)
     known: Any = SimpleNamespace(functions=table, issue=compiled(), check=lambda error: None)
     CommandList(known, copy.commands(9)).issue([], [], 0)
     assert all(torch.equal(target, source) for target, source in pairs)

@@ -86,18 +86,12 @@ class Log(TorchDispatchMode):
             return "box", self.place(x.base.data_ptr()), x.shape, x.strides, x.block_shape
         return self.place(x) if isinstance(x, int) else x
 
-    def clear(self, stream: str, target: int, num_bytes: int) -> None:
-        self.say("clear", stream, self.place(target), num_bytes)
-
     def copy(self, stream: str, target: int, source: int, num_bytes: int) -> None:
         self.say("copy", stream, self.place(target), self.place(source), num_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or "nan" in str(args[1:]) or "fill_.Tensor" in str(func):  # new memory of all tests
-            return out
-        if func is torch.ops.aten.zero_.default:
-            self.clear(self.stream, args[0].data_ptr(), args[0].nbytes)
             return out
         if func is torch.ops.aten.copy_.default:
             self.copy(self.stream, args[0].data_ptr(), args[1].data_ptr(), args[0].nbytes)
@@ -220,8 +214,8 @@ class FakeDriver(driver.Driver):
     def __init__(self) -> None:
         self.launches = list[Any]()
         self._library = SimpleNamespace(cuGetErrorString=self.explain)
-        stands_in = record, wait, self.write, self.copy, self.launch, self.replace, self.clear
-        numbers = 2, 3, 4, 4, 11, 2, 4
+        stands_in = record, wait, self.write, self.copy, self.launch, self.replace
+        numbers = 2, 3, 4, 4, 11, 2
         self.kept = [
             ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(function)
             for function, count in zip(stands_in, numbers, strict=True)
@@ -238,10 +232,6 @@ class FakeDriver(driver.Driver):
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
         LOGS[-1].copy(STREAMS[stream], target, source, num_bytes)
         return self.error
-
-    def clear(self, address: int, byte: int, num_bytes: int, stream: int) -> int:
-        LOGS[-1].clear(STREAMS[stream], address, num_bytes)
-        return byte
 
     def explain(self, error: int, text: Any) -> None:
         text._obj.value = f"as {error}".encode()
