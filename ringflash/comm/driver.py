@@ -147,7 +147,7 @@ def copies_command(stream: int, start: Any, arrays: Sequence[Any], attributes: A
         start: the driver's function.
         arrays: targets, sources and sizes, ctypes arrays as `start` takes them; also attributes and firsts.
     """
-    function = ctypes.cast(start, ctypes.c_void_p).value
+    function = ctypes.cast(start, ctypes.c_void_p).value or 0
     targets, sources, sizes = map(ctypes.addressof, arrays)
     numbers = function, targets, sources, sizes, len(arrays[0]), ctypes.addressof(attributes), ctypes.addressof(firsts)
     made = (ctypes.c_uint64 * len(numbers))(*numbers)
