@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.driver import Command, CommandList, Driver, ReusedEvent, address_of
+from ringflash.comm.driver import Command, CommandList, Driver, address_of, take_event
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[torch.Tensor | None]
@@ -72,7 +72,7 @@ def taking(index: int, stream: torch.cuda.Stream) -> Step:
     """Return the step that takes an event for a command."""
 
     def take(now: Repetition) -> None:
-        now.events[index] = ReusedEvent(stream)
+        now.events[index] = take_event(stream)
 
     return take
 

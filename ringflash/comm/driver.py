@@ -155,21 +155,12 @@ def copies_command(stream: int, start: Any, arrays: Sequence[Any], attributes: A
 
 
 class ReusedEvent:
-    """An event of a call, used again once nobody refers to it.
-
-    Args:
-        stream: any stream of its device.
-    """
+    """An event of a call; once nobody refers to this object, the event is used again."""
 
     __slots__ = ("_event", "_unused", "cuda_event")
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._unused = _unused_events[stream.device_index]
-        if self._unused:
-            self._event = self._unused.pop()
-        else:
-            self._event = new_event(stream)
-        self.cuda_event = self._event.cuda_event
+    def __init__(self, event: torch.cuda.Event, unused: list[torch.cuda.Event]) -> None:
+        self._event, self._unused, self.cuda_event = event, unused, event.cuda_event
 
     def query(self) -> bool:
         """Return True if the work before it has finished."""
@@ -179,14 +170,20 @@ class ReusedEvent:
         self._unused.append(self._event)
 
 
+_unused_events: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)  # by device
+
+
+def take_event(stream: torch.cuda.Stream) -> ReusedEvent:
+    """Return an event that nobody uses, of the device of a stream."""
+    unused = _unused_events[stream.device_index]
+    return ReusedEvent(unused.pop() if unused else new_event(stream), unused)
+
+
 def new_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Return an event that has a handle, which torch makes when it is recorded first."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
-
-
-_unused_events: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)
 
 
 def address_of(thing: ReusedEvent | torch.Tensor) -> int:
