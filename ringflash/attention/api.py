@@ -128,7 +128,7 @@ def attend(
         operators.check_group(options.group)
     deterministic = True if torch.are_deterministic_algorithms_enabled() else options.deterministic
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
-    grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
+    grad_flags = q.requires_grad | k.requires_grad << 1 | v.requires_grad << 2 if torch.is_grad_enabled() else 0
     out, lse = operators.attend(
         q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, options.layout, options.impl,
         options.transport, deterministic, grad_flags, return_lse, width,

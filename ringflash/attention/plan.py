@@ -70,6 +70,9 @@ class CallPlan:
     members: tuple[int, ...] = ()
     transport_reason: str = ""
     _blocks: dict[CallShape, tuple[Gathering, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    signatures: dict[tuple[int, ...], dict[str, object]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def size_and_rank(self) -> tuple[int, int]:
@@ -164,7 +167,7 @@ class CallPlan:
         return Ulysses(attention, memory, members, counted, self.options.layout, call)
 
     def _channel(self) -> Transport | None:
-        """Open the transport of the ring, once per call: its messages are counted for `Posted`."""
+        """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
@@ -188,6 +191,35 @@ _MAX_PLANNED = 32
 _MAX_PACKED = 8  # as in `schedule`: those of documents hold bounds in device memory, and are others in each step
 
 
+def kept_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Documents | None,
+    options: CallOptions,
+    grad_flags: int = 0,
+) -> CallPlan | None:
+    """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
+
+    Plans are kept for tensors that kernels can read, so these are such, too.
+    """
+    key = _key(q, k, v, cu_seqlens, options, grad_flags)
+    return None if key is None else planned.get(key)
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Documents | None, options: CallOptions, grad_flags: int
+) -> tuple[Hashable, ...] | None:
+    """Return all that the plan of a call depends on; None if it must be made anew."""
+    group = options.group
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+        return None
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
+        return None
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    return forms, cu_seqlens, options, grad_flags, known_split(group)
+
+
 def plan_again(
     q: Tensor,
     k: Tensor,
@@ -196,17 +228,12 @@ def plan_again(
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
-    """Return `plan_call` of these arguments, kept from an equal call over GPUs that share the sequence."""
-    group = options.group
-    refusable = cu_seqlens is not None and cuda_graphs.capturing(q.device)
-    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor) or refusable:
-        return plan_call(q, k, v, cu_seqlens, options, grad_flags)
-    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
-    key = forms, cu_seqlens, options, grad_flags, known_split(group)
-    plan = planned.get(key)
+    """Return `plan_call` of these arguments, which kernels can read, kept from an equal call if it may be."""
+    plan = kept_plan(q, k, v, cu_seqlens, options, grad_flags)
     if plan is None:
         plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
-        if UNDECIDED not in (plan.algorithm, plan.transport):
+        key = _key(q, k, v, cu_seqlens, options, grad_flags)
+        if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
             for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
                 del planned[old]  # its group has been destroyed
             alike = [old for old in planned if (old[1] is None) == (cu_seqlens is None)]
@@ -244,8 +271,15 @@ def plan_call(
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
 
-def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
-    """Values of a call that all ranks must agree on."""
+def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, object]:
+    """Values of a call that all ranks must agree on, and others; one dictionary for equal calls of a plan."""
+    key = tuple(others.values())
+    if key not in plan.signatures:
+        plan.signatures[key] = {**_signature(q, k, plan), **others}
+    return plan.signatures[key]
+
+
+def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
     mask, options = plan.mask, plan.options
     return {
         "q": list(q.shape),

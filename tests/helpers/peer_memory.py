@@ -64,7 +64,7 @@ class Threads:
         for token in tokens:
             token.wait()
 
-    def step(self, work: Callable[..., T], *args: Any) -> T:
+    def step(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
         return work(*args)
 
     note = step

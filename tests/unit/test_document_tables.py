@@ -219,7 +219,7 @@ USED_ABOVE = {
 }  # fmt: skip
 PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
-    "attention.ring_call.RingCall.plan", "attention.plan.plan_again",
+    "attention.ring_call.RingCall.plan", "attention.plan.plan_again", "attention.plan.kept_plan",
     "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
     "huggingface.consistency.check_consistency",
     "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
