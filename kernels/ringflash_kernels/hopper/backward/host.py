@@ -273,9 +273,10 @@ class HopperBackward:
         side, block_n = mask.cached("transposed", mask.transposed), self.tiles.block_n
         walk = walks(side, device, (0, side.seqlen_q), block_n, 64, near=True, ordered=self.ordered)
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
-        # Rows of short walks stay in L2 for several heads. A long tile of the last head would run by itself at the end.
+        # Rows of short walks stay in L2 for several heads. A long tile of the last head would run by itself at the end,
+        # and in a fixed order tiles of one head wait for one another.
         short = walk.blocks <= _SHORT_BLOCKS * len(walk.tiles)
-        together = short or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
+        together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
