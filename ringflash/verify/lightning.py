@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -41,7 +40,9 @@ _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: 
 
 
 class LightningSession(Session):
-    """Verification of one LightningModule; all ranks take part in every run."""
+    """Verification of one LightningModule."""
+
+    cp1_on_all_ranks = True
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
         """Evaluate, then take one training step."""
@@ -81,12 +82,6 @@ class LightningSession(Session):
             inference_mode=False,  # which cannot read DTensors, and which Lightning never uses over gloo
             **precision,
         )  # fmt: skip
-
-    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def _at_cp1(self, make: Callable[[], Any]) -> Any:
-        return make()
 
 
 def _unsharded_batch(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:

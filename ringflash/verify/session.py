@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.comparison import gather_values
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
-from ringflash.verify.compare import Check, Runs, check_beside_exact, compare, errors_of
+from ringflash.verify.compare import LAYERS, MASK, Check, Runs, check_beside_exact, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
@@ -52,7 +53,13 @@ class Settings:
 
 
 class Session:
-    """Verification of one factory over one group."""
+    """Verification of one factory over one group.
+
+    Attributes:
+        cp1_on_all_ranks: a run at cp=1 needs all ranks; if False, rank 0 makes it.
+    """
+
+    cp1_on_all_ranks = False
 
     def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
         self.factory, self.group, self.settings = factory, group, settings
@@ -128,16 +135,14 @@ class Session:
             error = f"{type(problem).__name__}: {problem}"
             # printed immediately, since the other ranks may be waiting for this one
             print(f"rank {self.group.rank()}: {error}", file=sys.stderr)
-        errors: list[str] = [""] * self.group.size()
-        dist.all_gather_object(errors, error, group=self.group)
-        error = next((e for e in errors if e), "")
+        error = next((e for e in gather_values(self.group, error) if e), "")
         if error and not hasattr(self, "data"):
             raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
 
     def _runs(self, got: Observation) -> Any:
         """Return all runs on rank 0, None on other ranks."""
-        return self._where_cp1_runs(lambda: self._with_cp1(got))
+        return self._run_cp1(lambda: self._with_cp1(got))
 
     def _with_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
@@ -150,7 +155,7 @@ class Session:
         for seed in range(MOST_BASELINES - 1):
             if self.in_fp8 or not may_be_rounding(report.checks, torch.finfo(self.settings.dtype).eps):
                 break
-            runs = self._where_cp1_runs(partial(self._with_another_baseline, runs, seed))
+            runs = self._run_cp1(partial(self._with_another_baseline, runs, seed))
             report.checks = self._shared(partial(compare, runs))
         return runs
 
@@ -160,9 +165,11 @@ class Session:
             seen = self.observe(ring=False, weights=round_again(weights, seed))
         return replace(runs, more=(*runs.more, errors_of(step_from(weights, seen), runs)))
 
-    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
-        """Call `make`, which runs at cp=1, on rank 0; return None on other ranks."""
-        return self._on_first(make)
+    def _run_cp1(self, make: Callable[[], Any], *, share: bool = False) -> Any:
+        """Call `make`, which runs at cp=1, and return its result where it runs, or, if `share`, on all ranks."""
+        if self.cp1_on_all_ranks:
+            return make()
+        return self._shared(make) if share else self._on_first(make)
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result there, None on other ranks; an error is raised on all ranks."""
@@ -177,10 +184,6 @@ class Session:
             raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
         return made
 
-    def _at_cp1(self, make: Callable[[], Any]) -> Any:
-        """Call `make`, which runs at cp=1, and return its result on all ranks."""
-        return self._shared(make)
-
     def _shared(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result on all ranks."""
         return self._broadcast(self._on_first(make))
@@ -192,8 +195,8 @@ class Session:
 
     def _mask_check(self) -> Check:
         """Check that some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
-        check, spans = Check("mask", 0.0), self._spans()
-        want = self._at_cp1(lambda: self._beyond(spans, ring=False))
+        check, spans = Check(MASK, 0.0), self._spans()
+        want = self._run_cp1(lambda: self._beyond(spans, ring=False), share=True)
         for run, beyond in (("cp=1", want), ("cp=N", self._beyond(spans, ring=True))):
             if beyond:
                 check.failed.append(run)
@@ -208,7 +211,7 @@ class Session:
         """Check the mask of every attention layer against the configuration, at cp=N and at cp=1."""
         make_reader = partial(ReachReader, positions=self.masks.positions)
         return self.masks.check(
-            lambda wide: self._at_cp1(lambda: self.read(self.data, make_reader, ring=False, wide=wide)),
+            lambda wide: self._run_cp1(partial(self.read, self.data, make_reader, ring=False, wide=wide), share=True),
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
@@ -250,7 +253,7 @@ class Session:
         check = next((check for check in report.checks if check.failed), None)
         if check is None:
             return
-        probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
+        probes = self._probe(check) if check.name == LAYERS and check.failed[0] != HIDDEN else []
         sharded = ShardedPositions(self.settings.seqlen, self.group.size(), self.layout)
         report.first, report.hint = self._shared(lambda: explain(check, runs, probes, sharded))
         if not self.in_fp8:
@@ -282,7 +285,7 @@ class Session:
                 lambda run: self.layer_outputs(*run, ring=ring), ((self.data, None), (other, touch)), name
             )
 
-        return Reach(position, reached(ring=True), self._at_cp1(partial(reached, ring=False)))
+        return Reach(position, reached(ring=True), self._run_cp1(partial(reached, ring=False), share=True))
 
     def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
         """Return the layer outputs of one forward."""

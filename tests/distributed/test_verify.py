@@ -102,7 +102,7 @@ def test_the_default_device_of_torch_is_not_used(ctx: Context) -> None:
     assert torch.equal(data.input_ids, want.input_ids) and check.ratio is not None and not check.failed
 
 
-def test_a_right_training_passes_if_its_baseline_is_exact_by_chance(pool: Pool) -> None:
+def test_right_training_passes_with_an_exact_baseline(pool: Pool) -> None:
     (passed, _, drawn), (others, _, none) = pool.run(report_with_more_baselines, None, size=2)
     assert passed and others and 1 <= drawn <= 8 and none == 0
 
@@ -230,12 +230,9 @@ HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
     "chunks_dropped": ("chunks", None, "0.self_attn at position 5 (chunk 0", AT_ONE_TOO),
     "chunks_of_the_shard": ("chunks", None, "0.self_attn at position 12 (chunk 1, held by rank 1)", ""),
     "chunks_of_the_sequence": (
-        "chunks",
-        BOUNDS,
-        "0.self_attn at position 33 (",
-        "29 does not reach 33, inside [29, 34)",
+        "chunks", BOUNDS, "0.self_attn at position 33 (", "29 does not reach 33, inside [29, 34)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("patch", HIDDEN_BY_FULL_LAYERS)
@@ -297,7 +294,7 @@ def test_a_norm_over_tokens_is_refused_by_name(pool: Pool) -> None:
         assert "norm must not be nn.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's own tokens;" in text
 
 
-def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:
+def test_only_the_evaluation_fails_if_only_it_is_wrong(pool: Pool) -> None:
     _, failed, _, _ = pool.run(report_of, "eval_loss_summed", size=2)[0]
     assert list(failed) == ["evaluation loss"]
 

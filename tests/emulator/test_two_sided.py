@@ -14,13 +14,14 @@ import ringflash
 from ringflash.attention import schedule
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
-from tests.emulator.oracle import Shape, inputs, is_caught, oracle_and_baseline
+from tests.emulator.oracle import is_caught
 from tests.emulator.test_backward import _gradients
 from tests.emulator.test_forward import _forward, _outputs
 from tests.emulator.test_fp8_backward import _assert_equal
 from tests.emulator.test_fp8_backward import _gradients as _fp8_gradients
 from tests.emulator.test_fp8_forward import _check, _operands
 from tests.emulator.test_fp8_forward import _forward as _fp8_forward
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 from tests.two_sided.forests import random_forest
 from tests.two_sided.kernel_masks import DEEP, MASKS, mask_of, sequence_mask

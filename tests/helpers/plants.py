@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
 
@@ -242,7 +243,7 @@ def siblings_in_a_chain(group: Group) -> Training:
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
-    """Rank 1 has other weights, as if every rank drew from a seed of its own."""
+    """Rank 1 has other weights, as if every rank drew from another seed."""
     training = right(group)
     if group is not None and group.rank() == 1:
         training.module.get_submodule("model.model.layers.1.mlp.up_proj").weight.data *= 1.1
@@ -280,7 +281,9 @@ def dropout_over_a_mistake(group: Group) -> Training:
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)
-    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = ModelRing(None)
+    layer: Any = training.module.get_submodule("model.model.layers.1.self_attn")
+    layer._ringflash_inputs = copy(layer._ringflash_inputs)
+    layer._ringflash_inputs.options = ModelRing(None)
     return training
 
 
@@ -467,17 +470,17 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
     layers: list[int] = []
 
-    def options(module: nn.Module) -> ModelRing:
+    def find_error(module: nn.Module, *args: Any) -> Exception | None:
         layers.append(module.layer_idx)  # type: ignore[arg-type]
-        return read(module)
+        return check(module, *args)
 
     def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
         return original(*args, window_size=change(window_size, layers[-1]), **rest)
 
-    original, read = attention_function.attend, attention_function._options
+    original, check = attention_function.attend, attention_function.find_static_error
     with (
         mock.patch.object(attention_function, "attend", attend),
-        mock.patch.object(attention_function, "_options", options),
+        mock.patch.object(attention_function, "find_static_error", find_error),
     ):
         yield
 

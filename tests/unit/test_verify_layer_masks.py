@@ -88,20 +88,20 @@ def test_right_models_pass(family: str, options: dict[str, Any], want: list[str]
     assert (masks, check.verdict, check.note) == (want, "ok", "")
 
 
-def test_a_window_that_hides_nothing_is_not_called_right() -> None:
+def test_window_that_hides_nothing_is_not_right() -> None:
     config = pytest.importorskip("transformers").AutoConfig.for_model("mistral", **TINY, sliding_window=48)
     _, check = check_of(config, None)
     assert (check.verdict, check.failed) == ("not compared", [])
     assert check.note.startswith("a window of 48 hides nothing from the positions that are changed; raise --seqlen")
 
 
-def test_the_window_of_the_command_line_goes_before_the_configuration() -> None:
+def test_window_of_the_command_line_goes_first() -> None:
     config = pytest.importorskip("transformers").AutoConfig.for_model("llama", **TINY)
     masks, check = check_of(config, None, window=5)
     assert masks == [WINDOWED] * 2 and len(check.failed) == 2
     assert check.note.startswith("position 0 reaches 5, outside [0, 5) at cp=1 and cp=N")
 
 
-def test_a_model_without_a_configuration_is_not_compared() -> None:
+def test_model_without_configuration_is_not_compared() -> None:
     masks = LayerMasks(declared_masks(nn.Linear(2, 2)), draw_data(61, 8, None, 0, torch.device("cpu")), causal=True)
     assert masks.check(lambda wide: {}, lambda wide: {}).verdict == "not compared"
