@@ -77,6 +77,13 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("trees"):
         yield "docs/masks.md", name, trees_table(result)
+    for pattern, write in (
+        ("two_sided_1x*", two_sided_table),
+        ("two_sided_beside_*", two_sided_beside_table),
+        ("prefixes_*", prefixes_table),
+    ):
+        for name, result in _of_results(pattern):
+            yield "docs/masks.md", name, write(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
@@ -376,6 +383,45 @@ def training_table(result: dict) -> str:
 def trees_table(result: dict) -> str:
     """Tabulate the same as `documents_table` of documents that continue others."""
     return documents_table(result, "documents that continue others")
+
+
+def two_sided_table(result: dict) -> str:
+    """Tabulate the speed of our kernels by mask, and its share of the causal kernel's at equal pairs."""
+    rows = [
+        f"| {row['case']} | {row['forward']:.0f} ({row['forward_share']:.2f}) "
+        f"| {row['backward']:.0f} ({row['backward_share']:.2f}) |"
+        for row in result["results"]
+        if "forward_share" in row
+    ]
+    return "\n".join([_source(result), "", "| mask | forward | backward |", "|---|---|---|", *rows])
+
+
+def two_sided_beside_table(result: dict) -> str:
+    """Tabulate the speed of ours and other libraries by mask, forward / backward."""
+    found = [row for row in result["results"] if "beside" in row]
+    names = list(dict.fromkeys(name for row in found for name in row["beside"]))
+    rows = []
+    for row in found:
+        cells = (" / ".join(f"{x:.0f}" for x in row["beside"].get(name, ())) for name in names)
+        rows.append(f"| {row['case']} | {' | '.join(cells)} |")
+    return "\n".join([_source(result), "", f"| mask | {' | '.join(names)} |", "|---|" + "---|" * len(names), *rows])
+
+
+def prefixes_table(result: dict) -> str:
+    """Tabulate tokens, pairs and milliseconds with one prompt for all answers, and with one each."""
+    seconds, ways = result["seconds"], ("shared", "unshared")
+    rows = [("tokens", {way: f"{result['tokens'][way]:,}" for way in ways})]
+    rows += [("visible pairs, in 10^9", {way: f"{result['pairs'][way] / 1e9:.1f}" for way in ways})]
+    for part in dict.fromkeys(name.split(", ")[0] for name in seconds):
+        times = {way: seconds.get(f"{part}, {way}") for way in ways}
+        rows.append((f"{part}, ms", {way: "" if x is None else f"{1e3 * x:.0f}" for way, x in times.items()}))
+    lines = [f"| {name} | {cells['shared']} | {cells['unshared']} |" for name, cells in rows]
+    return "\n".join([_source(result), "", "| | one prompt | one each |", "|---|---|---|", *lines])
+
+
+def _source(result: dict) -> str:
+    about = result["environment"]
+    return f"`{about['command']}`, {about['device']}, torch {about['torch']}, commit {about['commit']}."
 
 
 def documents_table(result: dict, column: str = "tokens of a document") -> str:
