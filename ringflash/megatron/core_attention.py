@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any, cast
+from weakref import ref
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -146,4 +147,14 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
             f"attn_mask_type of packed documents must be causal, got {mask_type.name}, with which tokens would see the "
             "padding of their document."
         )
-    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
+
+
+_last: list[Any] = [None, None, None]  # weak reference to the bounds of a microbatch, their version, and their copy
+
+
+def _read(bounds: Tensor) -> Tensor:
+    """Return bounds on the CPU. They are read once for all layers of a microbatch: each time, the GPU is waited for."""
+    if _last[0] is None or _last[0]() is not bounds or _last[1] != bounds._version:
+        _last[:] = ref(bounds), bounds._version, bounds.cpu().clone()
+    return cast(Tensor, _last[2])

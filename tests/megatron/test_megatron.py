@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import ringflash
-from ringflash.megatron import RingCoreAttention, with_ring
+from ringflash.megatron import RingCoreAttention, core_attention, with_ring
 from ringflash.megatron.layer_spec import RingLayer
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +204,18 @@ def test_one_process_attends_as_ring_attention() -> None:
     want = ringflash.ring_attention(*across, group=None, cu_seqlens=padded, layout="contiguous")
     packed = PackedSeqParams("thd", bounds, bounds, padded, padded)
     assert torch.equal(layer(q[:, 0], k[:, 0], v[:, 0], packed_seq_params=packed), want[0].flatten(1))
+
+
+def test_bounds_are_read_once_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are refilled in place."""
+    read, x = [], torch.ones(4, 4, 8)
+    monkeypatch.setattr(core_attention, "ring_attention", lambda q, *_, cu_seqlens, **__: read.append(cu_seqlens) or q)
+    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    for layer in (attention(settings()), attention(settings())):
+        layer(x, x, x, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+    bounds[1] = 3
+    layer(x, x, x, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+    assert read[0] is read[1] and [b.tolist() for b in read[1:]] == [[0, 2, 4], [0, 3, 4]]
 
 
 def test_with_ring_replaces_every_core_attention() -> None:
