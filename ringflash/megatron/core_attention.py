@@ -154,7 +154,10 @@ _last: list[Any] = [None, None, None]  # weak reference to the bounds of a micro
 
 
 def _read(bounds: Tensor) -> Tensor:
-    """Return bounds on the CPU. They are read once for all layers of a microbatch: each time, the GPU is waited for."""
+    """Return bounds on the CPU, without the empty documents that Megatron's RL appends.
+
+    They are read once for all layers of a microbatch: each time, the GPU is waited for.
+    """
     if _last[0] is None or _last[0]() is not bounds or _last[1] != bounds._version:
-        _last[:] = ref(bounds), bounds._version, bounds.cpu().clone()
+        _last[:] = ref(bounds), bounds._version, bounds.cpu().unique_consecutive()
     return cast(Tensor, _last[2])

@@ -210,10 +210,10 @@ def test_one_process_attends_as_ring_attention() -> None:
 
 
 def test_bounds_are_read_once_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless they are refilled in place."""
+    """Unless they are refilled in place. Documents may be empty."""
     read, x = [], torch.ones(4, 4, 8)
     monkeypatch.setattr(core_attention, "ring_attention", lambda q, *_, cu_seqlens, **__: read.append(cu_seqlens) or q)
-    bounds = torch.tensor([0, 2, 4], dtype=torch.int32)
+    bounds = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
     for layer in (attention(settings()), attention(settings())):
         layer(x, x, x, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
     bounds[1] = 3
