@@ -143,7 +143,7 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 
 @on_ranks(4)
-def test_a_model_without_accelerates_wrappers_stays_on_the_ring(ctx: Context) -> None:
+def test_model_without_wrappers_stays_on_the_ring(ctx: Context) -> None:
     """unwrap_model(keep_fp32_wrapper=False) makes a method of the forward that it finds inside them."""
     from accelerate import Accelerator
 
@@ -241,7 +241,7 @@ def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_pat
 
 
 @on_ranks(4)
-def test_settings_of_zero_that_do_not_average_are_refused(ctx: Context, tmp_path: Path) -> None:
+def test_zero_settings_without_an_average_are_refused(ctx: Context, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     for key, value in (("gradient_allreduce_op", "sum"), ("sequence_parallel_size", 2)):
         with pytest.raises(ValueError, match=f"{key} must "):
@@ -295,6 +295,10 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
     attempt("token types", model, **good, token_type_ids=torch.zeros_like(ids))
     attempt("router logits", model, **good, output_router_logits=True)
+    causal = accelerator.unwrap_model(model)
+    compute, causal.loss_function = causal.loss_function, trainer.loss_in_fp64
+    attempt("loss function", model, **good)
+    causal.loss_function = compute
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
     short = ids[:, : 24 - 2 * (ctx.rank == 1)]
     attempt("other length on a rank", model, input_ids=short, labels=short)
@@ -344,6 +348,7 @@ REFUSED = {
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
+    "loss function": "NotImplementedError: loss_function must be transformers' own of .*, got 'loss_in_fp64'; leave",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",

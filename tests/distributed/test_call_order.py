@@ -160,7 +160,7 @@ def test_the_number_of_calls_is_compared(ctx: Context) -> None:
     ],
 )
 @on_ranks(2)
-def test_numbers_that_travel_beside_keys(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> None:
+def test_numbers_that_travel_with_keys(ctx: Context, memory: Any, mistake: Callable[[Context], None]) -> None:
     """Every rank that reads K/V of the other one raises at its next call, at every later one, and at a check."""
     texts = set()
     with not_compared(memory):
@@ -213,7 +213,7 @@ _agree = agreement.agree
 
 
 @on_ranks(2)
-def test_kinds_of_layers_that_take_turns_are_compared_once(ctx: Context) -> None:
+def test_kinds_of_layers_in_turn_are_compared_once(ctx: Context) -> None:
     """Two kinds of layers take turns, as windowed and full ones do; then rank 0 makes one of them out of turn.
 
     It is found by the checksum sent with its keys.
@@ -294,7 +294,7 @@ def left_before_the_first_message(ctx: Context) -> list[str]:
     return texts
 
 
-def test_an_error_before_the_first_message_is_remembered(pool: Pool) -> None:
+def test_error_before_the_first_message_is_remembered(pool: Pool) -> None:
     """The rank's next call is not taken for the present one of the others."""
     first, second = pool.run(left_before_the_first_message, size=2)
     assert first[0] == "MemoryError: no memory left" and second[0].startswith("RuntimeError: barrier ")
@@ -306,7 +306,7 @@ def test_an_error_before_the_first_message_is_remembered(pool: Pool) -> None:
 
 
 @on_ranks(2)
-def test_an_error_that_no_peer_hears_is_raised_on_its_rank(ctx: Context) -> None:
+def test_error_that_no_peer_hears_is_raised(ctx: Context) -> None:
     """With what became of the comparison; and the rank's next call is compared, since the peers are in this one.
 
     A rank in error is not answered: its peers repeat a call, which they do not compare.

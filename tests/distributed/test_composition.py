@@ -50,7 +50,7 @@ def test_layers_may_interleave(ctx: Context) -> None:
 
 
 @on_ranks(2, 3)
-def test_rows_with_documents_of_their_own(ctx: Context) -> None:
+def test_rows_with_separate_documents(ctx: Context) -> None:
     """Rows of a batch are attended one after another, each within its documents; with sinks, as an extra key would."""
     case = Case(batch=2, window="left")
     whole, lists = ring_check.problem(case, 12 * ctx.size, torch.float64, ctx.device), ([0, 5], [0, 1, 9])
@@ -81,6 +81,12 @@ def test_rows_with_documents_of_their_own(ctx: Context) -> None:
     for wrong in (bounds[:1], [0, 5], []):
         with pytest.raises(ValueError, match="cu_seqlens must be a tensor, or a list with a tensor for each row"):
             ringflash.ring_attention(q, k, v, group=ctx.group, cu_seqlens=wrong if ctx.rank else bounds[:1])
+    unseeing, no_sink = lse.detach().clone(), torch.full_like(sinks, -torch.inf)
+    unseeing[:, :, 0] = -torch.inf
+    inputs = [x.requires_grad_() for x in (out.detach().clone(), unseeing, no_sink)]
+    same = ringflash.apply_sinks(*inputs)
+    assert torch.equal(same[:, 1:], out[:, 1:]) and not same[:, 0].any()
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(same.sum(), inputs))
     with pytest.raises(ValueError, match=r"sinks \(num_heads,\) \(4,\) for out .*; transpose them"):
         ringflash.apply_sinks(out, lse.mT, sinks)
 
@@ -111,7 +117,7 @@ def test_two_groups_at_once(ctx: Context) -> None:
 
 
 @on_ranks(2)
-def test_a_message_of_the_callers_is_not_mixed_up_with_keys(ctx: Context) -> None:
+def test_messages_of_the_caller_are_not_keys(ctx: Context) -> None:
     """Rank 1 waits for a message while both call; it has the size of K and V, and is sent after the call."""
     q = torch.arange(256, dtype=torch.float64).view(1, 8, 2, 16) + ctx.rank
     want = ringflash.ring_attention(q, q, q, group=ctx.group)
@@ -127,7 +133,7 @@ def test_a_message_of_the_callers_is_not_mixed_up_with_keys(ctx: Context) -> Non
 
 
 @on_ranks(4)
-def test_a_mesh_of_two_axes_or_of_other_ranks_is_refused(ctx: Context) -> None:
+def test_mesh_of_two_axes_or_other_ranks_is_refused(ctx: Context) -> None:
     axes = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "context"))
     lower, upper = (DeviceMesh(ctx.device.type, ranks) for ranks in ([0, 1], [2, 3]))
     x = torch.ones(1, 8, 2, 16)
@@ -165,7 +171,7 @@ def test_unshard_reverses_shard(ctx: Context, layout: str, dim: int) -> None:
 
 @pytest.mark.parametrize("differing", ["unshard_sequence", "dtype", "dim", "layout", "cu_seqlens", "gradient"])
 @on_ranks(2)
-def test_unshard_of_other_shards_is_refused_on_every_rank(ctx: Context, differing: str) -> None:
+def test_unshard_of_other_shards_is_refused(ctx: Context, differing: str) -> None:
     """An all-gather of them would have ended a process, or returned the bytes of one dtype as another's."""
     first = ctx.rank == 0
     x = torch.ones(4, 4 if first or differing != "unshard_sequence" else 2)
@@ -218,12 +224,9 @@ def test_tiled_mlps_learn_under_fsdp1(ctx: Context, use_orig_params: bool) -> No
     tiled = copy.deepcopy(plain)
     tile_mlps(tiled, 3)
     model = FullyShardedDataParallel(
-        tiled,
-        ctx.group,
-        auto_wrap_policy=ModuleWrapPolicy({MLP}),
-        use_orig_params=use_orig_params,
+        tiled, ctx.group, auto_wrap_policy=ModuleWrapPolicy({MLP}), use_orig_params=use_orig_params,
         device_id=ctx.device,
-    )
+    )  # fmt: skip
     x = torch.randn(ctx.size, 8, 8, dtype=torch.float64)
     for module, rows in ((plain, x), (model, x[ctx.rank, None])):
         module(rows).square().mean().backward()

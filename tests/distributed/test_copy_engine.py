@@ -111,7 +111,7 @@ def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
     [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 5), (1 << 15, 8, 5), (1 << 16, 8, 2), (1 << 17, 8, 2)],
 )
 def test_stages(rows: int, ranks: int, stages: int) -> None:
-    """Stages of 8 KV heads of 128: more than two, in 1.25 GiB, where calls are long and their keys come at once."""
+    """Stages of 8 KV heads of 128: more than two, in 1.25 GiB, if calls are long and their keys arrive at once."""
     shape, keys = (1, rows, 8, 128), ranks * rows
     heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
     assert sections.choose_num_gradient_buffers(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages

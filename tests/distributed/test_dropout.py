@@ -107,7 +107,7 @@ def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
 
 
 @on_ranks(2)
-def test_a_refused_forward_leaves_the_generators_as_they_were(ctx: Context) -> None:
+def test_refused_forward_leaves_the_generators(ctx: Context) -> None:
     pytest.importorskip("transformers")
     from ringflash import huggingface
     from tests.helpers import models
@@ -205,7 +205,7 @@ def test_own_module(ctx: Context, reentrant: bool | None, compiled: bool) -> Non
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @on_ranks(2)
-def test_a_checkpoint_that_would_draw_another_mask_is_refused(ctx: Context, reentrant: bool) -> None:
+def test_checkpoint_that_draws_another_mask_is_refused(ctx: Context, reentrant: bool) -> None:
     with pytest.raises(NotImplementedError, match="after.0: dropout runs inside a checkpoint .* covers only a part"):
         step(ctx, False, reentrant=reentrant, function=True)
 

@@ -82,11 +82,9 @@ def sections_over_messages() -> Iterator[None]:
 
 
 PATHS: dict[str, Callable[[], AbstractContextManager]] = {
-    "hops": nullcontext,
-    "heads": copy_engine,
-    "heads over messages": sections_over_messages,
+    "hops": nullcontext, "heads": copy_engine, "heads over messages": sections_over_messages,
     "blocks of keys": blocks_of_keys,
-}
+}  # fmt: skip
 
 
 def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, impl: str = IMPL) -> None:

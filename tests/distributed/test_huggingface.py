@@ -157,13 +157,11 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
 
 
 FAULTS = {
-    "local positions": "position_ids must be",
-    "padding on one rank": "all ones, got zeros",
-    "4-D mask on one rank": "attention_mask must be None",
-    "cache on one rank": "use_cache must not",
+    "local positions": "position_ids must be", "padding on one rank": "all ones, got zeros",
+    "4-D mask on one rank": "attention_mask must be None", "cache on one rank": "use_cache must not",
     "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
     "other labels on one rank": "given to prepare_batch must be the same on all ranks",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -193,6 +191,6 @@ def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
 def test_refuses_to_guess_the_group(ctx: Context) -> None:
     model = build("llama", ctx.group).model
     for module in model.modules():
-        module.__dict__.pop("_ringflash", None)
+        module.__dict__.pop("_ringflash_inputs", None)
     with pytest.raises(ValueError, match=r"set_group\(model, group\)"):
         model(**huggingface.prepare_batch(tokens(), group=ctx.group))

@@ -48,7 +48,7 @@ REFUSED = "attn_implementation must stay 'ringflash' after set_group, got 'sdpa'
     ],
 )
 @on_ranks(2)
-def test_another_attention_implementation_is_refused_on_every_rank(
+def test_another_attention_implementation_is_refused(
     ctx: Context, change: str, kind: str, ranks: tuple[int, ...], compiled: bool
 ) -> None:
     """Once; then the model is on the ring again."""
@@ -86,9 +86,7 @@ def test_a_model_can_be_taken_off_the_ring(ctx: Context) -> None:
 
 @pytest.mark.parametrize("past_hooks, ranks", [(False, (0, 1)), (False, (1,)), (True, (0, 1)), (True, (1,))])
 @on_ranks(2)
-def test_labels_that_would_be_shifted_in_the_shard_are_refused(
-    ctx: Context, past_hooks: bool, ranks: tuple[int, ...]
-) -> None:
+def test_labels_shifted_in_the_shard_are_refused(ctx: Context, past_hooks: bool, ranks: tuple[int, ...]) -> None:
     model = build("llama", ctx.group).model
     run = model.forward if past_hooks else model
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -118,7 +116,7 @@ def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str, ranks: tu
 
 
 @on_ranks(2)
-def test_a_loss_of_a_model_whose_decoder_was_given_the_group(ctx: Context) -> None:
+def test_loss_of_a_model_whose_decoder_has_the_group(ctx: Context) -> None:
     """set_group may be called for the decoder only, and for the group by another object."""
     whole, decoder = models.build(), models.build()
     huggingface.set_group(whole, ctx.group)
@@ -137,6 +135,11 @@ def test_labels_without_their_number_are_refused(ctx: Context) -> None:
     if ctx.rank:
         batch.pop("num_items_in_batch")
     with pytest.raises(ValueError, match="num_items_in_batch must be given with labels on a ring"):
+        model(**batch, labels=batch["shift_labels"])
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    model.z_loss_coefficient = 0.25 * ctx.rank  # Bamba's
+    match = "z_loss_coefficient must be 0 with labels on a ring, got 0.25"
+    with pytest.raises(NotImplementedError, match=match):
         model(**batch, labels=batch["shift_labels"])
 
 
@@ -166,7 +169,7 @@ def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
 
 
 @on_ranks(2)
-def test_labels_of_a_head_that_averages_over_the_shard_are_refused(ctx: Context) -> None:
+def test_labels_averaged_over_the_shard_are_refused(ctx: Context) -> None:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     huggingface.register()
@@ -183,7 +186,7 @@ def test_labels_of_a_head_that_averages_over_the_shard_are_refused(ctx: Context)
 
 
 @on_ranks(2)
-def test_adapters_with_a_loss_of_their_own_put_on_after_set_group_are_refused(ctx: Context) -> None:
+def test_late_adapters_with_a_loss_are_refused(ctx: Context) -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", ctx.group).model
     config = peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], total_step=9)
@@ -209,7 +212,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("edit, ranks", [*((edit, (0, 1)) for edit in EDITS), ("softcap", (1,)), ("scale", (0,))])
 @on_ranks(2)
-def test_a_configuration_edited_after_set_group_is_refused(ctx: Context, edit: str, ranks: tuple[int, ...]) -> None:
+def test_configuration_edited_later_is_refused(ctx: Context, edit: str, ranks: tuple[int, ...]) -> None:
     kind, change, message = EDITS[edit]
     model = build(kind, ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -223,7 +226,7 @@ def test_a_configuration_edited_after_set_group_is_refused(ctx: Context, edit: s
 
 
 @on_ranks(2)
-def test_a_rotary_embedding_replaced_after_set_group_knows_the_length_of_the_sequence(ctx: Context) -> None:
+def test_later_rotary_embedding_knows_the_length(ctx: Context) -> None:
     """A rotary embedding whose angles depend on the length, put into both models after `set_group`."""
     ring, whole = build("llama", ctx.group), build("llama", None)
     for model in (ring, whole):
@@ -237,7 +240,7 @@ def test_a_rotary_embedding_replaced_after_set_group_knows_the_length_of_the_seq
 
 
 @on_ranks(2)
-def test_the_mode_may_change_and_dropout_is_refused_when_it_acts(ctx: Context) -> None:
+def test_dropout_is_refused_when_it_acts(ctx: Context) -> None:
     """Training, evaluation and training again are one computation where there is no dropout."""
     model = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
@@ -297,7 +300,7 @@ def test_one_rank_generates_after_training(ctx: Context, kind: str, holder: str)
 
 
 @on_ranks(2)
-def test_ranks_rotate_alike_after_one_of_them_has_generated(ctx: Context) -> None:
+def test_ranks_rotate_alike_after_one_generated(ctx: Context) -> None:
     """transformers' "dynamic" angles stay at the longest sequence so far: those of the rank that generated."""
     trained = []
     for group in (ctx.group, None):

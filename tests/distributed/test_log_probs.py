@@ -129,7 +129,7 @@ def test_values_and_gradients_are_those_of_one_process(ctx: Context, kind: str, 
 )
 @on_ranks(2, 4)
 def test_shared_prefixes_change_nothing(ctx: Context, kind: str, layout: str, least: int) -> None:
-    """Values and gradients of prompts with several answers, each common beginning once, and of each alone."""
+    """Values and gradients of prompts with several answers, each common beginning once, and of each by itself."""
     rollouts = [[5, 6, 7, 8, 9, *rest] for rest in ([1, 2, 3], [1, 2, 4, 4], [], [11], [1, 2, 3])] + [[5, 9, 9], [3]]
     lengths = torch.tensor(list(map(len, rollouts)))
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in rollouts], batch_first=True)
@@ -176,7 +176,7 @@ def test_shared_prefixes_change_nothing(ctx: Context, kind: str, layout: str, le
 )
 @pytest.mark.parametrize("alone", [False, True])
 @on_ranks(2)
-def test_lengths_and_positions_are_those_without_padding(
+def test_lengths_and_positions_without_padding(
     ctx: Context, name: str, changes: dict[str, Any], kind: str, alone: bool
 ) -> None:
     """Angles that depend on the length, and Llama 4, whose attention counts positions: in each document."""

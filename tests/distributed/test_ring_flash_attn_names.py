@@ -148,7 +148,7 @@ def test_packed_documents_in_inference_mode(pool: Pool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("bounds", DOCUMENTS, ids=str)
-def test_prepared_bounds_name_each_rank_s_queries_and_keys(bounds: list[int], world_size: int, causal: bool) -> None:
+def test_prepared_bounds_of_each_ranks_tensors(bounds: list[int], world_size: int, causal: bool) -> None:
     """flash-attention with these bounds sees the pairs of the whole mask: its own bounds are bottom-right aligned."""
     length, position = SEQLEN // world_size, torch.arange(SEQLEN)
     want = dense.visible(position, position, causal=causal, cu_seqlens=bounds)
@@ -224,7 +224,7 @@ def test_imported_names_are_refused_when_called(name: str) -> None:
         getattr(names, name)(process_group=None)
 
 
-def test_a_missing_group_and_a_length_that_does_not_divide_are_refused() -> None:
+def test_missing_group_and_odd_length_are_refused() -> None:
     x = torch.ones(16, 2, 8)
     with pytest.raises(RuntimeError, match="group must be a process group, or None for the default one"):
         names.ring_flash_attn_func(x[None], x[None], x[None])
@@ -263,7 +263,7 @@ def test_install_is_refused_after_the_package() -> None:
 
 
 @on_ranks(2)
-def test_flash_attention_of_transformers_models_is_substituted(ctx: Context) -> None:
+def test_flash_attention_of_models_is_substituted(ctx: Context) -> None:
     """It equals dense attention in logits and gradients; wrong calls are refused."""
     pytest.importorskip("transformers")
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -292,5 +292,14 @@ def test_flash_attention_of_transformers_models_is_substituted(ctx: Context) -> 
         for got, want in zip(model.parameters(), alone.parameters(), strict=True):
             dist.all_reduce(got.grad, group=ctx.group)
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-9 * float(want.grad.abs().max()))
+        code = sys.modules[type(model).__module__]
+        with (
+            mock.patch.object(code, "Lfm2ShortConv", object, create=True),
+            pytest.raises(NotImplementedError, match="got one with recurrent layers, which would be those of each"),
+        ):
+            model(**shard)
+        model.config.rope_parameters["rope_type"] = "dynamic"
+        with pytest.raises(NotImplementedError, match="got one with rotary angles that depend on the length"):
+            model(**shard)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]

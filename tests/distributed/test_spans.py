@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # clas
 @pytest.mark.parametrize("kind", REFUSED)
 @on_ranks(2)
 def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
-    """Models that make spans of their own, or other masks: by `set_group`, or in a forward."""
+    """Models that make spans themselves, or other masks: by `set_group`, or in a forward."""
     import transformers
 
     huggingface.register()

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tests.helpers import trainer
 from tests.helpers.examples import example
 from tests.helpers.pool import Context, Pool
-from tests.recipes.launching import run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -65,7 +65,7 @@ def launch(code: str, folder: Path) -> str:
     return printed[0]
 
 
-def test_trainer_started_by_accelerate_is_that_of_one_process(tmp_path: Path) -> None:
+def test_trainer_by_accelerate_equals_one_process(tmp_path: Path) -> None:
     """Losses, gradient norms and the evaluations, to the four digits that Trainer prints; a step takes two batches.
 
     The last batch of an epoch has one sequence for two. The process is without ringflash; the ring also continues from

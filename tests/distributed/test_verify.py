@@ -20,14 +20,19 @@ BOUNDS = [0, 19, 29, 48]
 
 
 def report_of(
-    ctx: Context, plant: str, kind: str | None = None, bounds: list[int] | None = None, patch: str | None = None
+    ctx: Context,
+    plant: str,
+    kind: str | None = None,
+    bounds: list[int] | None = None,
+    patch: str | None = None,
+    *relations: Any,
 ) -> tuple[bool, dict[str, list[str]], str, str]:
-    """(passed, what failed by check, first difference, likely cause)."""
+    """(passed, what failed by check, first difference, likely cause), also with parents and directions of documents."""
     from ringflash.verify.session import Session, Settings
     from tests.helpers import plants
 
     build: Any = getattr(plants, plant)
-    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds)
+    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds, None, 0, True, *relations)
     with plants.PATCHES[patch]() if patch else nullcontext():
         report = Session(lambda group: build(group, kind) if kind else build(group), ctx.group, settings).run()
     return report.passed, {c.name: c.failed for c in report.checks if c.failed}, report.first, report.hint
@@ -97,7 +102,7 @@ def test_the_default_device_of_torch_is_not_used(ctx: Context) -> None:
     assert torch.equal(data.input_ids, want.input_ids) and check.ratio is not None and not check.failed
 
 
-def test_a_right_training_passes_if_its_baseline_is_exact_by_chance(pool: Pool) -> None:
+def test_right_training_passes_with_an_exact_baseline(pool: Pool) -> None:
     (passed, _, drawn), (others, _, none) = pool.run(report_with_more_baselines, None, size=2)
     assert passed and others and 1 <= drawn <= 8 and none == 0
 
@@ -196,6 +201,24 @@ def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: st
     assert_named(pool, where, why, plant, None, BOUNDS)
 
 
+# Two documents that continue the first one, which is bidirectional in some.
+@pytest.mark.parametrize(
+    ("plant", "kind", "bidirectional", "where", "why"),
+    [
+        ("right", "mistral_window", None, "", ""),
+        ("right", "llama", [True, False, False], "", ""),
+        ("parents_dropped", None, None, "masks of layers", "0 does not reach 47, inside [0, 48) at"),
+        ("siblings_in_a_chain", None, None, "mask: cp=1", "position 28 reaches 29 at cp=1 and cp=N, outside [28, 29)"),
+    ],
+)
+def test_documents_that_continue_others(
+    pool: Pool, plant: str, kind: str | None, bidirectional: list[bool] | None, where: str, why: str
+) -> None:
+    found = pool.run(report_of, plant, kind, BOUNDS, None, [-1, 0, 0], bidirectional, size=2)
+    passed, failed, first, hint = same_on_all_ranks(found)
+    assert passed != bool(where) and where in first and why in hint, (failed, first, hint)
+
+
 AT_ONE_TOO = "0 reaches 5, outside [0, 5) at cp=1 and cp=N"
 # patch: (kind, bounds, layer and position of the first difference, likely cause); a chunk of the layout is 12 tokens
 HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
@@ -207,12 +230,9 @@ HIDDEN_BY_FULL_LAYERS: dict[str, tuple[str, list[int] | None, str, str]] = {
     "chunks_dropped": ("chunks", None, "0.self_attn at position 5 (chunk 0", AT_ONE_TOO),
     "chunks_of_the_shard": ("chunks", None, "0.self_attn at position 12 (chunk 1, held by rank 1)", ""),
     "chunks_of_the_sequence": (
-        "chunks",
-        BOUNDS,
-        "0.self_attn at position 33 (",
-        "29 does not reach 33, inside [29, 34)",
+        "chunks", BOUNDS, "0.self_attn at position 33 (", "29 does not reach 33, inside [29, 34)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("patch", HIDDEN_BY_FULL_LAYERS)
@@ -274,7 +294,7 @@ def test_a_norm_over_tokens_is_refused_by_name(pool: Pool) -> None:
         assert "norm must not be nn.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's own tokens;" in text
 
 
-def test_only_the_evaluation_fails_where_only_it_is_wrong(pool: Pool) -> None:
+def test_only_the_evaluation_fails_if_only_it_is_wrong(pool: Pool) -> None:
     _, failed, _, _ = pool.run(report_of, "eval_loss_summed", size=2)[0]
     assert list(failed) == ["evaluation loss"]
 

@@ -77,7 +77,7 @@ def test_a_rank_that_sleeps_ends_too(ended: dict[tuple[str, int], Ended]) -> Non
     assert "in _fail" in texts[1]  # where Python was
 
 
-def test_the_rank_that_keeps_the_store_may_be_the_one_that_dies(ended: dict[tuple[str, int], Ended]) -> None:
+def test_rank_that_keeps_the_store_may_die(ended: dict[tuple[str, int], Ended]) -> None:
     codes, texts = ended["dies", 0]
     assert codes == [-9, 1, 1], texts
     for rank in (1, 2):
@@ -125,7 +125,7 @@ recorded: list[list[str]] = []
 
 
 @on_ranks(2)
-def test_keys_gathered_by_messages_say_which_section_is_waited_for(ctx: Context) -> None:
+def test_keys_by_messages_name_the_section_awaited(ctx: Context) -> None:
     """No rank waits for all to begin, as over the copy engine: it waits for the messages of a section."""
     recorded.clear()
     with (
@@ -141,7 +141,7 @@ def test_keys_gathered_by_messages_say_which_section_is_waited_for(ctx: Context)
 
 
 @on_ranks(3)
-def test_a_recurrent_layer_says_that_it_waits_for_states(ctx: Context) -> None:
+def test_recurrent_layer_says_it_waits_for_states(ctx: Context) -> None:
     recorded.clear()
     with mock.patch("ringflash.recurrent.messages.watching", Recorder):
         x = torch.ones(2, 3, requires_grad=True)

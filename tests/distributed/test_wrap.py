@@ -60,8 +60,11 @@ def test_positions_follow_documents(ctx: Context) -> None:
     with mock.patch("ringflash.lightning.sharding.ranks_of", lambda _: strategy):
         for bounds in ([0, 7, 8, 24], [0, 12, 24], [0, 24]):
             batch = {"input_ids": torch.arange(24)[None], "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
-            shard = module.on_before_batch_transfer(batch, 0)
-            assert torch.equal(module.positions(shard["input_ids"]), shard["input_ids"][0])
+            shard = module.on_before_batch_transfer(batch | {"position_ids": "document"}, 0)
+            tokens = shard["input_ids"][0]
+            assert torch.equal(module.positions(shard["input_ids"]), tokens)
+            first = torch.tensor([max(x for x in bounds if x <= token) for token in tokens.tolist()])
+            assert torch.equal(shard["position_ids"][0], tokens - first)
             assert len(shard["input_ids"][0]) == 24 // ctx.size
 
 
@@ -253,7 +256,7 @@ LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters":
 
 @pytest.mark.parametrize("change", LATER)
 @on_ranks(2)
-def test_layers_put_in_after_wrapping_attend_over_the_ring(ctx: Context, change: str) -> None:
+def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> None:
     ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
     ringflash.wrap_attention(ring, ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
@@ -352,7 +355,7 @@ def test_calls_are_refused_with_the_layers_name(ctx: Context, how: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @on_ranks(2)
-def test_checkpoint_around_the_call_alone_is_refused(ctx: Context, reentrant: bool) -> None:
+def test_checkpoint_around_only_the_call_is_refused(ctx: Context, reentrant: bool) -> None:
     """The backward would run torch's attention on the shard."""
     refused(ctx, partial(Partly, reentrant), NotImplementedError, "checkpoint the module, not a function in it")
 

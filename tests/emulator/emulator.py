@@ -162,19 +162,13 @@ class Emulator:
         """Emulated modules by name; compat.py and plain Triton kernels import from these."""
         gluon = SimpleNamespace(jit=self._jit, language=language.gl, constexpr_function=lambda f: f)
         hopper = SimpleNamespace(
-            tma=language.tma,
-            mbarrier=language.mbarrier,
-            fence_async_shared=language.fence_async_shared,
-            warpgroup_mma=language.warpgroup_mma,
-            warpgroup_mma_wait=language.warpgroup_mma_wait,
-        )
+            tma=language.tma, mbarrier=language.mbarrier, fence_async_shared=language.fence_async_shared,
+            warpgroup_mma=language.warpgroup_mma, warpgroup_mma_wait=language.warpgroup_mma_wait,
+        )  # fmt: skip
         base = "triton.experimental.gluon"
         return {
             "triton": SimpleNamespace(
-                jit=self._jit,
-                language=language.gl,
-                cdiv=triton.cdiv,
-                next_power_of_2=triton.next_power_of_2,
+                jit=self._jit, language=language.gl, cdiv=triton.cdiv, next_power_of_2=triton.next_power_of_2,
                 __version__=triton.__version__,
             ),
             "triton.language": language.gl,
@@ -185,7 +179,7 @@ class Emulator:
             f"{base}.language._core": SimpleNamespace(builtin=lambda f: _BUILTINS.get(f.__name__, f)),
             f"{base}.language.nvidia.hopper": hopper,
             f"{base}.nvidia.hopper": SimpleNamespace(TensorDescriptor=TensorDescriptor),
-        }
+        }  # fmt: skip
 
     def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
         if level:

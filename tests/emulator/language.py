@@ -422,13 +422,9 @@ gl = Language()
 
 mbarrier = SimpleNamespace(
     MBarrierLayout=real_mbarrier.MBarrierLayout,
-    allocate_mbarrier=lambda batch=1: BarrierArray(batch, _allocated_name()),
-    init=_barrier_init,
-    invalidate=_no_effect,
-    arrive=_barrier_arrive,
-    expect=_barrier_expect,
-    wait=_barrier_wait,
-)
+    allocate_mbarrier=lambda batch=1: BarrierArray(batch, _allocated_name()), init=_barrier_init, invalidate=_no_effect,
+    arrive=_barrier_arrive, expect=_barrier_expect, wait=_barrier_wait,
+)  # fmt: skip
 
 tma = SimpleNamespace(
     # names from triton 3.8 on

@@ -13,16 +13,8 @@ from ringflash_kernels.api import collect, publish
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
-from tests.emulator.oracle import (
-    MASKS,
-    SHAPES,
-    Shape,
-    far_apart,
-    inputs,
-    is_caught,
-    oracle_and_baseline,
-    random_problem,
-)
+from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -96,7 +88,7 @@ def test_stored_gradients(mask, num_heads):
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
 def test_stored_in_fp32(mask, num_heads):
-    """fp32 dk and dv that lie between one another are overwritten, also for keys that no query sees."""
+    """fp32 dk and dv that are interleaved are overwritten, also for keys that no query sees."""
     got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
     assert got["dk"].dtype == got["dv"].dtype == torch.float32
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
@@ -182,7 +174,7 @@ def test_hops_add_up(head_dim, deterministic):
 
 
 def test_gradient_at_any_address():
-    """A contiguous view, as of a concatenation's gradient, that TMA cannot address where it lies."""
+    """A contiguous view, as of a concatenation's gradient, at an address that TMA cannot take."""
     q, k, v, dout = inputs(_CAUSAL, Shape())
     moved = torch.empty(1 + dout.numel(), dtype=dout.dtype)[1:].view(dout.shape).copy_(dout)
     results = []
@@ -330,24 +322,18 @@ FAULTS = {
     "band is shifted by one": ("backward.host", "else corner - upper\n", "else corner - upper + 1\n"),
     "a partly masked block runs unmasked": ("backward.keys", "(block < full_start)", "(block + 1 < full_start)"),
     "phase of dS is inverted": (
-        "backward.keys",
-        "(sm.ds_full.index(last), last_parity)",
-        "(sm.ds_full.index(last), last_parity ^ 1)",
+        "backward.keys", "(sm.ds_full.index(last), last_parity)", "(sm.ds_full.index(last), last_parity ^ 1)",
     ),
     "phase of Q is inverted": (
-        "backward.keys",
-        "(sm.q_full.index(slot), parity)",
-        "(sm.q_full.index(slot), parity ^ 1)",
+        "backward.keys", "(sm.q_full.index(slot), parity)", "(sm.q_full.index(slot), parity ^ 1)",
     ),
     "consumers and producer begin at different blocks": (
-        "backward.keys",
-        "block = receive_number(sm.begin.index(slot))",
-        "block = start",
+        "backward.keys", "block = receive_number(sm.begin.index(slot))", "block = start",
     ),
     "an arrival is missing": ("backward.keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
     "staging buffers are overwritten while they leave": ("backward.keys", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("backward.keys", "fence_async_shared()", "pass"),
-}
+}  # fmt: skip
 
 
 # The same for the turns of two consumers.
@@ -362,9 +348,7 @@ FAULTS_IN_TURNS = {
 # The same for the separate kernel of dQ, and for the kernel of keys that goes with it.
 FAULTS_APART = {
     "a partly masked block runs unmasked": (
-        "backward.queries",
-        "(block < full_start) | (block >= full_stop)",
-        "(block < full_start)",
+        "backward.queries", "(block < full_start) | (block >= full_stop)", "(block < full_start)",
     ),
     "tiles are shifted by one": ("backward.queries", "(problem.num_tiles - 1)", "problem.num_tiles"),
     "phase of K and V is inverted": (
@@ -373,15 +357,11 @@ FAULTS_APART = {
         "mbarrier.wait(sm.full.index(slot), parity ^ 1)",
     ),
     "phase of Q is inverted": (
-        "backward.queries",
-        "(sm.q_full.index(0), round & 1)",
-        "(sm.q_full.index(0), ~round & 1)",
+        "backward.queries", "(sm.q_full.index(0), round & 1)", "(sm.q_full.index(0), ~round & 1)",
     ),
     "buffers are filled too early": ("backward.queries", "mbarrier.wait(sm.empty.index(slot), parity ^ 1)", "pass"),
     "K is given back while dQ needs it": (
-        "backward.queries",
-        "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0,",
-        "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(2,",
+        "backward.queries", "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(0,", "dq0, dq1, ds0, ds1 = warpgroup_mma_wait(2,",
     ),
     "exp does not wait for S": ("backward.queries", "wait(products_of_dp,", "wait(products_of_dp + 3,"),
     "an arrival is missing": ("backward.queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
@@ -389,12 +369,10 @@ FAULTS_APART = {
     "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
     "proxy fence is missing": ("backward.queries", "    fence_async_shared()\n    if sm.ADD:", "    if sm.ADD:"),
     "phase of dO is inverted": (
-        "backward.wide",
-        "(sm.dout_full.index(slot), parity)",
-        "(sm.dout_full.index(slot), parity ^ 1)",
+        "backward.wide", "(sm.dout_full.index(slot), parity)", "(sm.dout_full.index(slot), parity ^ 1)",
     ),
     "K is given back while dK leaves": ("backward.wide", "tma_store_wait(0)", "pass"),
-}
+}  # fmt: skip
 
 
 # The same for additions to dQ in a fixed order: bits differ, or the emulator raises.
@@ -402,12 +380,10 @@ FAULTS_IN_ORDER = {
     "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, number, block)", "pass"),
     "launches share numbers": ("backward.host", "self._next_number += num_tiles", "pass"),
     "dK is staged over what leaves": (
-        "backward.keys",
-        "for ahead in gl.static_range(sm.DQ_BUFFERS)",
-        "for ahead in ()",
+        "backward.keys", "for ahead in gl.static_range(sm.DQ_BUFFERS)", "for ahead in ()",
     ),
     "phase of dQ is inverted": ("backward.keys", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

@@ -75,7 +75,7 @@ def test_deadlock_says_who_waits_for_what():
         _matmul(_toys(fault=("mbarrier.init(empty.index(s), count=1)", "mbarrier.init(empty.index(s), count=2)")))
 
 
-def test_shared_memory_is_undefined_until_the_load_lands():
+def test_shared_memory_is_undefined_until_loaded():
     a, out = torch.ones(64, 64).bfloat16(), torch.zeros(64, 64).bfloat16()
     _toys().early_read[(1,)](_descriptor(a), _descriptor(out))
     assert torch.equal(out, a)

@@ -11,16 +11,8 @@ import torch
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import (
-    MASKS,
-    SHAPES,
-    Shape,
-    far_apart,
-    inputs,
-    is_caught,
-    oracle_and_baseline,
-    random_problem,
-)
+from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
@@ -153,7 +145,7 @@ def test_nan_reaches_lse(resume):
     assert torch.equal(lse[0].isnan(), broken) and torch.equal(out[0].isnan().all(-1).T, broken)
 
 
-def test_outputs_lie_in_larger_tensors():
+def test_outputs_in_larger_tensors():
     """Strided destinations: neighbouring memory stays as it was."""
     mask, shape = Mask.band(150, 150, causal=True), Shape(num_heads=2, batch=2)
     q, k, v, _ = inputs(mask, shape)
@@ -198,50 +190,36 @@ def test_random_problems(seed):
 FAULTS = {
     "a key too many": ("pipeline", "keys[None, :] < rows.stop[:, None]", "keys[None, :] <= rows.stop[:, None]"),
     "a key too many on the left": (
-        "pipeline",
-        "keys[None, :] >= rows.start[:, None]",
-        "keys[None, :] + 1 >= rows.start[:, None]",
+        "pipeline", "keys[None, :] >= rows.start[:, None]", "keys[None, :] + 1 >= rows.start[:, None]",
     ),
     "band is shifted by one": ("forward.host", "region.upper + shift", "region.upper + shift + 1"),
     "a partly masked block runs unmasked": (
-        "forward.kernel",
-        "first = gl.maximum(n - tile.end_full, 1)",
-        "first = gl.maximum(n - tile.end_full - 1, 1)",
+        "forward.kernel", "first = gl.maximum(n - tile.end_full, 1)", "first = gl.maximum(n - tile.end_full - 1, 1)",
     ),
     "the last partly masked block runs unmasked": (
-        "forward.kernel",
-        "gl.maximum(n - tile.first_full, first)",
-        "gl.maximum(n - tile.first_full + 1, first)",
+        "forward.kernel", "gl.maximum(n - tile.first_full, first)", "gl.maximum(n - tile.first_full + 1, first)",
     ),
     "phase of V is inverted": (
-        "forward.kernel",
-        "barriers.v_full.index(index), phase)",
-        "barriers.v_full.index(index), phase ^ 1)",
+        "forward.kernel", "barriers.v_full.index(index), phase)", "barriers.v_full.index(index), phase ^ 1)",
     ),
     "phase of K is inverted": (
-        "forward.kernel",
-        "barriers.k_empty.index(index), phase ^ 1)",
-        "barriers.k_empty.index(index), phase)",
+        "forward.kernel", "barriers.k_empty.index(index), phase ^ 1)", "barriers.k_empty.index(index), phase)",
     ),
     "an arrival is missing": ("forward.kernel", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
     "proxy fences are missing": ("pipeline", "fence_async_shared()", "pass"),
     "staging buffers are overwritten while they leave": ("pipeline", "tma_store_wait(0)", "pass"),
     "a block that some rows see is passed over": (
-        "pipeline",
-        "own_last_row + problem.upper + 1",
-        "own_last_row - 63 + problem.upper + 1",
+        "pipeline", "own_last_row + problem.upper + 1", "own_last_row - 63 + problem.upper + 1",
     ),
     "a block that some rows see on the left is passed over": (
-        "pipeline",
-        "row + FIRST + problem.lower - first_key, 0",
-        "row + FIRST + 64 + problem.lower - first_key, 0",
+        "pipeline", "row + FIRST + problem.lower - first_key, 0", "row + FIRST + 64 + problem.lower - first_key, 0",
     ),
     "the first turn is not passed": ("forward.kernel", "    if W == 1:\n        pass_turn(kv, W, V)\n", ""),
     "a turn is not passed": ("forward.kernel", "    pass_turn(kv, W, V)\n    s = seen", "    s = seen"),
     "a turn is passed to oneself": ("pipeline", "(W + 1) % V.tiles.num_warpgroups, 256, True", "W, 256, True"),
     "the last turn is not taken": ("forward.kernel", "if W == 0:\n        take_turn", "if W == 2:\n        take_turn"),
     "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, V)", "pass"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())

@@ -1,6 +1,6 @@
 """The FP8 backward kernels on the CPU emulator, against their specification. CPU.
 
-What differs from the specification is the order of sums, and roundings of what lies between two values of e4m3. The
+What differs from the specification is the order of sums, and roundings of what is between two values of e4m3. The
 grid is thin: every mask at head_dim 64, head_dim 128 and groups of heads with a few.
 """
 
@@ -11,7 +11,8 @@ from ringflash_kernels import fp8_reference
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import MASKS, Shape, inputs, is_caught
+from tests.emulator.oracle import MASKS, is_caught
+from tests.helpers.mask_oracle import Shape, inputs
 from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 _CAUSAL = MASKS["causal, ragged"]

@@ -13,7 +13,8 @@ from ringflash_kernels import fp8_reference
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import MASKS, Shape, far_apart, inputs
+from tests.emulator.oracle import MASKS, far_apart
+from tests.helpers.mask_oracle import Shape, inputs
 
 _CAUSAL = MASKS["causal, ragged"]
 _BOTH = pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])

@@ -15,7 +15,7 @@ from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
 from tests.emulator.host import cuda_properties
-from tests.emulator.oracle import Shape, inputs
+from tests.helpers.mask_oracle import Shape, inputs
 
 LENGTH = 512
 

@@ -14,13 +14,14 @@ import ringflash
 from ringflash.attention import schedule
 from ringflash_kernels.mask import Mask
 from tests.emulator.emulator import Emulator
-from tests.emulator.oracle import Shape, inputs, is_caught, oracle_and_baseline
+from tests.emulator.oracle import is_caught
 from tests.emulator.test_backward import _gradients
 from tests.emulator.test_forward import _forward, _outputs
 from tests.emulator.test_fp8_backward import _assert_equal
 from tests.emulator.test_fp8_backward import _gradients as _fp8_gradients
 from tests.emulator.test_fp8_forward import _check, _operands
 from tests.emulator.test_fp8_forward import _forward as _fp8_forward
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 from tests.two_sided.forests import random_forest
 from tests.two_sided.kernel_masks import DEEP, MASKS, mask_of, sequence_mask
@@ -152,6 +153,18 @@ def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
     mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
     options = dict(whole_groups=whole_groups, accumulate=not whole_groups, emulator=_walking_down(Emulator()))
     assert_close(*_gradients(mask, shape, **options), num_chunks=2)
+
+
+@pytest.mark.parametrize(
+    "shape, accumulate", [(Shape(64), False), (Shape(128, 4, 2), True), (Shape(192, 2, 1), False)], ids=str
+)
+def test_backward_in_parts(shape: Shape, accumulate: bool) -> None:
+    """Walks that are cut into parts, which add to dK and dV, also under a window."""
+    for name in ("deep, window", "many small documents"):
+        emulator = Emulator()
+        emulator.load("backward.host")._PART_BLOCKS = 1
+        options = dict(whole_groups=True, accumulate=accumulate, emulator=emulator)
+        assert_close(*_gradients(MASKS[name], shape, **options), num_chunks=2)
 
 
 def test_backward_through_lse() -> None:

@@ -18,22 +18,11 @@ import torch
 from ringflash_kernels.hopper.compat import gl
 
 _NUMPY = {
-    "fp64": np.float64,
-    "fp32": np.float32,
-    "fp16": np.float16,
-    "bf16": ml_dtypes.bfloat16,
-    "fp8e4nv": ml_dtypes.float8_e4m3fn,
-    "fp8e5": ml_dtypes.float8_e5m2,
-    "int64": np.int64,
-    "int32": np.int32,
-    "int16": np.int16,
-    "int8": np.int8,
-    "uint64": np.uint64,
-    "uint32": np.uint32,
-    "uint16": np.uint16,
-    "uint8": np.uint8,
-    "int1": np.bool_,
-}
+    "fp64": np.float64, "fp32": np.float32, "fp16": np.float16, "bf16": ml_dtypes.bfloat16,
+    "fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2, "int64": np.int64, "int32": np.int32,
+    "int16": np.int16, "int8": np.int8, "uint64": np.uint64, "uint32": np.uint32, "uint16": np.uint16,
+    "uint8": np.uint8, "int1": np.bool_,
+}  # fmt: skip
 _STORED = {name: np.dtype(stored) for name, stored in _NUMPY.items()}
 _FLOATS = ("fp64", "fp32", "fp16", "bf16", "fp8e4nv", "fp8e5")
 _KINDS = {name: 2 if name in _FLOATS else 0 if name == "int1" else 1 for name in _NUMPY}
@@ -59,13 +48,9 @@ def gluon_dtype(dtype: np.dtype | torch.dtype):
 
 
 _LONG_NAMES = {
-    "fp64": "float64",
-    "fp32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "fp8e4nv": "float8e4nv",
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8e4nv": "float8e4nv",
     "fp8e5": "float8e5",
-}
+}  # fmt: skip
 
 
 def poison(dtype: np.dtype) -> object:
@@ -284,17 +269,10 @@ def _compare(function, a, b) -> Tensor:
 
 def _define_operators() -> None:
     arithmetics = {
-        "add": operator.add,
-        "sub": operator.sub,
-        "mul": operator.mul,
-        "floordiv": _truncated_quotient,
-        "mod": _truncated_remainder,
-        "lshift": operator.lshift,
-        "rshift": operator.rshift,
-        "and": operator.and_,
-        "or": operator.or_,
-        "xor": operator.xor,
-    }
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "floordiv": _truncated_quotient,
+        "mod": _truncated_remainder, "lshift": operator.lshift, "rshift": operator.rshift, "and": operator.and_,
+        "or": operator.or_, "xor": operator.xor,
+    }  # fmt: skip
     numbers = (Tensor, int, float, np.number, np.bool_)
 
     def binary(evaluate, reflected: bool):

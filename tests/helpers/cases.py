@@ -86,14 +86,12 @@ def paired_mask_cases() -> list[Case]:
     """Every pair of values of two of the four properties of a mask, in a quarter of all masks."""
     return [
         Case(
-            causal=(i + j) % 2 == 0,
-            window=window,
-            documents=documents,
+            causal=(i + j) % 2 == 0, window=window, documents=documents,
             layout=("zigzag", "contiguous")[(i + j // 2) % 2],
         )
         for i, window in enumerate(WINDOWS)
         for j, documents in enumerate(DOCUMENTS)
-    ]
+    ]  # fmt: skip
 
 
 def tree_cases() -> list[Case]:
@@ -122,7 +120,7 @@ def shape_cases() -> list[Case]:
 
 
 def single_cases() -> list[Case]:
-    """Strides, scale and a loss that ignores lse, each alone and under a mask with a window."""
+    """Strides, scale and a loss that ignores lse, each by itself and under a mask with a window."""
     alone = [
         *(Case(strides=strides, batch=2) for strides in ("heads_first", "fused_qkv", "expanded_dout", "sliced")),
         Case(softmax_scale=0.5),

@@ -28,8 +28,7 @@ from ringflash.recurrent.messages import states_before
 from ringflash_kernels import reference
 from tests.helpers import shared_gpu
 from tests.helpers.peer_memory import copy_engine, heads_in_shared_memory
-from tests.helpers.pool import _free_port
-from tests.recipes.launching import Ranks
+from tests.helpers.ranks import Ranks, free_port
 
 GOOD_STEPS = 3
 RECURRENT = "recurrent"  # in place of a transport: states of a recurrence, over NCCL
@@ -66,7 +65,7 @@ class Job:
         self._ranks: list[Ranks] = []
         self.ended: list[int] = []  # ranks in the order in which `finish` saw them end
         environment = {"GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "False"}  # the store is of rank 0
-        port = _free_port()
+        port = free_port()
         if device == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = shared_gpu.visible(size)
         for rank in range(size):
@@ -98,12 +97,9 @@ def main(task: Task) -> None:
     if device.type == "cuda":
         device = shared_gpu.use_gpu(task.rank, task.size)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{task.port}",
-        rank=task.rank,
-        world_size=task.size,
-        timeout=timedelta(minutes=10),
-    )
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{task.port}", rank=task.rank,
+        world_size=task.size, timeout=timedelta(minutes=10),
+    )  # fmt: skip
     ringflash.set_timeout(task.timeout_s)
     with ExitStack() as patches:
         if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Worker processes that stay: one per rank, started once a session, each test a message to all of them.
+"""Ranks that stay: processes that are started once for many tests, each test a message to all of them.
 
     pool = Pool(4, backend="gloo")
     results = pool.run(body, case, size=2)     # body(ctx, case) on ranks 0 and 1, with a group of these two
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib
 import inspect
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,8 +31,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.forked import forked
-from tests.helpers.nan_memory import fill_new_memory
+from tests.helpers.ranks import TORCHRUN, Processes, environment_of
 
 START_SECONDS = 120  # to import torch in every worker on a busy machine
 GRACE_SECONDS = 10  # after one rank raised: the others either finish or are stuck on it
@@ -43,7 +40,7 @@ GRACE_SECONDS = 10  # after one rank raised: the others either finish or are stu
 class Context(NamedTuple):
     """A rank's place, for a body."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup  # None if the ranks start without one
     rank: int
     size: int
     device: torch.device
@@ -58,14 +55,20 @@ class Pool:
 
     Args:
         world_size: processes; groups of every size from 2 on are made of the first ranks.
-        backend: "gloo" (CPU) or "nccl" (a GPU a rank, as far as there are any).
+        backend: "gloo" (CPU), "nccl" (a GPU a rank, as far as there are any), or None: CPU ranks without a group, with
+            torchrun's variables, from which what they run makes one.
         timeout_s: default limit of a run.
         patience: by which all limits grow.
+        environment: variables added to the caller's, without a backend.
     """
 
-    def __init__(self, world_size: int, backend: str = "gloo", timeout_s: float = 60.0, patience: float = 1.0) -> None:
+    def __init__(
+        self, world_size: int, backend: str | None = "gloo", timeout_s: float = 60.0, patience: float = 1.0,
+        **environment: str,
+    ) -> None:  # fmt: skip
         self.world_size, self.backend, self.timeout_s, self.patience = world_size, backend, timeout_s, patience
-        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._environment = environment
+        self._processes: Processes | None = None
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-pool-")
         self._generation = 0
@@ -80,8 +83,8 @@ class Pool:
         Raises:
             WorkerError: tracebacks of the ranks that raised, stacks of those that hang.
         """
-        if not self._workers:
-            self._start_with_a_free_port()
+        if self._processes is None:
+            self._start()
         size = size or self.world_size
         for pipe in self._pipes[:size]:
             pipe.send((body.__module__, body.__qualname__, size, args))
@@ -96,33 +99,25 @@ class Pool:
 
     def close(self) -> None:
         """End the workers; the next run starts new ones."""
-        for worker, pipe in zip(self._workers, self._pipes, strict=True):
+        if self._processes is not None:
+            self._processes.close()
+        for pipe in self._pipes:
             pipe.close()
-            worker.kill()
-            worker.join()
-        self._workers, self._pipes = [], []
-
-    def _start_with_a_free_port(self) -> None:
-        """Another process may take the port between its choice and its use."""
-        for left in (2, 1, 0):
-            try:
-                return self._start()
-            except WorkerError as error:
-                if not left or "EADDRINUSE" not in str(error):
-                    raise
+        self._processes, self._pipes = None, []
 
     def _start(self) -> None:
-        processes = multiprocessing.get_context("spawn") if self.backend == "nccl" else forked()
         self._generation += 1
-        port = _free_port()
-        for rank in range(self.world_size):
-            mine, theirs = processes.Pipe()
-            place = (rank, self.world_size, self.backend, port, str(self._stack_file(rank)))
-            worker = processes.Process(target=_serve, args=(theirs, *place), daemon=True)
-            worker.start()
+        pipes = [multiprocessing.Pipe() for _ in range(self.world_size)]
+        self._pipes = [mine for mine, _ in pipes]
+        places = [
+            (theirs, rank, self.world_size, self.backend, str(self._stack_file(rank)))
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        context = multiprocessing.get_context("spawn") if self.backend == "nccl" else None
+        base = dict(os.environ) if self.backend else environment_of()
+        self._processes = Processes(_serve, places, base, processes=context, **self._environment)
+        for _, theirs in pipes:
             theirs.close()
-            self._workers.append(worker)
-            self._pipes.append(mine)
         ready = self._collect(self.world_size, START_SECONDS)
         if len(ready) < self.world_size or not all(ok for ok, _ in ready.values()):
             self.close()
@@ -139,17 +134,15 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    self._workers[rank].join(1)
-                    answers[rank] = False, f"the process ended with code {self._workers[rank].exitcode}"
+                    self._processes.started[rank].join(1)
+                    answers[rank] = False, f"the process ended with code {self._processes.statuses()[rank]}"
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return answers
 
     def _stack(self, rank: int) -> str:
         """Python stacks of all threads of a worker that does not answer."""
-        pid = self._workers[rank].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(self._processes.started[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline and not self._stack_file(rank).stat().st_size:
             time.sleep(0.05)
@@ -158,6 +151,22 @@ class Pool:
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{self._generation}.{rank}"
+
+
+class Launches:
+    """Ranks without a group: a pool for each size, started when a run first asks for it."""
+
+    def __init__(self, **environment: str) -> None:
+        self._environment, self._pools = environment, dict[int, Pool]()
+
+    def run(self, body: Callable[..., Any], *args: Any, size: int, timeout_s: float | None = None) -> list:
+        if size not in self._pools:
+            self._pools[size] = Pool(size, backend=None, timeout_s=150.0, **self._environment)
+        return self._pools[size].run(body, *args, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 def on_ranks(*sizes: int, timeout_s: float | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -183,18 +192,12 @@ def on_ranks(*sizes: int, timeout_s: float | None = None) -> Callable[[Callable[
     return decorate
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int, stack_file: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str | None, stack_file: str) -> None:
     """A worker: answer requests until the pipe closes."""
     stack = open(stack_file, "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     try:
-        groups, device = _join(rank, world_size, backend, port)
+        groups, device = _join(rank, world_size, backend)
         pipe.send((True, "ready"))
     except Exception:
         pipe.send((False, traceback.format_exc()))
@@ -214,21 +217,20 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, port: int
         pipe.send(answer)
 
 
-def _join(rank: int, world_size: int, backend: str, port: int) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
-    torch.set_num_threads(1)
-    fill_new_memory()
-    gc.freeze()  # collections need not walk through what the imports have made
+def _join(rank: int, world_size: int, backend: str | None) -> tuple[dict[int, dist.ProcessGroup], torch.device]:
     if "torch._dynamo" in sys.modules:  # it would flush all caches of the CPU to time each graph's guards
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
+    if backend is None:
+        return {world_size: None}, device
     if backend == "nccl":
         from tests.helpers import shared_gpu  # needs triton
 
         device = shared_gpu.use_gpu(rank, world_size)
-    dist.init_process_group(
-        backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
-    )
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    for name in TORCHRUN:  # bodies that ask for them set their own
+        del os.environ[name]
     assert dist.group.WORLD is not None
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world_size)}
     return groups | {world_size: dist.group.WORLD}, device

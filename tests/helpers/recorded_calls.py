@@ -47,7 +47,7 @@ class Call:
         rows: tokens of a rank.
         heads: heads of q and of k.
         blocks: number of blocks of keys.
-        group: groups of different names have memories of their own.
+        group: groups of different names have separate memories.
     """
 
     transport: str = "copy_engine"

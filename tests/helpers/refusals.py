@@ -16,6 +16,9 @@ from tests.helpers.pool import Context
 LENGTH = 8  # local tokens
 
 
+Change = Callable[[Context, dict[str, Any]], None]
+
+
 class Refusal(NamedTuple):
     """One bad call.
 
@@ -27,7 +30,7 @@ class Refusal(NamedTuple):
 
     error: str
     pattern: str
-    change: Callable[[Context, dict[str, Any]], None]
+    change: Change
 
 
 class Answer(NamedTuple):
@@ -73,27 +76,25 @@ def good_call(ctx: Context) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "group": ctx.group, "impl": "reference"}
 
 
-def _set(**values: Any) -> Callable[[Context, dict[str, Any]], None]:
+def _set(**values: Any) -> Change:
     return lambda ctx, arguments: arguments.update(values)
 
 
-def _last_rank(change: Callable[[Context, dict[str, Any]], None]) -> Callable[[Context, dict[str, Any]], None]:
+def _last_rank(change: Change) -> Change:
     """The change on one rank only; the others make a good call."""
     return lambda ctx, arguments: change(ctx, arguments) if ctx.rank == ctx.size - 1 else None
 
 
-def _tensors(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Callable[[Context, dict[str, Any]], None]:
+def _tensors(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Change:
     return lambda ctx, arguments: arguments.update({x: change(x, arguments[x]) for x in "qkv"})
 
 
-def _cu_seqlens(
-    make: Callable[[int], Any], dtype: torch.dtype = torch.int32
-) -> Callable[[Context, dict[str, Any]], None]:
+def _cu_seqlens(make: Callable[[int], Any], dtype: torch.dtype = torch.int32) -> Change:
     """Document bounds from the global length."""
     return lambda ctx, arguments: arguments.update(cu_seqlens=torch.tensor(make(ctx.size * LENGTH), dtype=dtype))
 
 
-def _trees(parents: list[int], bidirectional: list[int] | None = None) -> Callable[[Context, dict[str, Any]], None]:
+def _trees(parents: list[int], bidirectional: list[int] | None = None) -> Change:
     """A table of documents of two tokens, the last one up to the end."""
 
     def change(ctx: Context, arguments: dict[str, Any]) -> None:
@@ -109,7 +110,7 @@ def _batch_of_documents(ctx: Context, arguments: dict[str, Any]) -> None:
     _cu_seqlens(lambda n: [0, n])(ctx, arguments)
 
 
-def _rows_on_last_rank(number: int) -> Callable[[Context, dict[str, Any]], None]:
+def _rows_on_last_rank(number: int) -> Change:
     """Rows with their own bounds: one on each rank, another number on the last."""
 
     def change(ctx: Context, arguments: dict[str, Any]) -> None:
@@ -141,165 +142,126 @@ def _cut(length: int) -> Callable[[str, torch.Tensor], torch.Tensor]:
 
 SAME = "all ranks of the group must make the same call, got "
 
+
+def _wrong(pattern: str, change: Change) -> Refusal:
+    return Refusal("ValueError", pattern, change)
+
+
+def _missing(pattern: str, change: Change) -> Refusal:
+    return Refusal("NotImplementedError", pattern, change)
+
+
 REFUSALS: dict[str, Refusal] = {
-    "length": Refusal("ValueError", r"seqlen must be divisible by 2 \* cp_size .*, got .*; pad to", _tensors(_cut(7))),
-    "empty": Refusal("ValueError", "q must not be empty, got .*; every rank", _tensors(_cut(0))),
-    "dimensions": Refusal(
-        "ValueError", r"q must be \(batch, .*, got \(8, 4, 16\); add", _tensors(lambda name, x: x[0])
-    ),
-    "integers": Refusal(
-        "ValueError", "q must be floating point, got torch.int64; cast", _tensors(lambda name, x: x.long())
-    ),
-    "heads": Refusal(
-        "ValueError", r"be a multiple of num_kv_heads \(2\), got 3; repeat", lambda c, a: a.update(q=a["q"][:, :, :3])
-    ),
-    "kv_shapes": Refusal(
-        "ValueError", "v must have the shape of k .*got .*; slice or pad", lambda c, a: a.update(v=a["v"][:, :, :1])
-    ),
-    "head_dims": Refusal(
-        "ValueError", r"head_dim of q \(1, 8\), got \(1, 16\); expand", lambda c, a: a.update(q=a["q"][..., :8])
-    ),
-    "kv_length": Refusal(
-        "ValueError",
+    "length": _wrong(r"seqlen must be divisible by 2 \* cp_size .*, got .*; pad to", _tensors(_cut(7))),
+    "empty": _wrong("q must not be empty, got .*; every rank", _tensors(_cut(0))),
+    "dimensions": _wrong(r"q must be \(batch, .*, got \(8, 4, 16\); add", _tensors(lambda name, x: x[0])),
+    "integers": _wrong("q must be floating point, got torch.int64; cast", _tensors(lambda name, x: x.long())),
+    "heads": _wrong(r"be a multiple of num_kv_heads \(2\), got 3; repeat", lambda c, a: a.update(q=a["q"][:, :, :3])),
+    "kv_shapes": _wrong("v must have the shape of k .*got .*; slice or pad", lambda c, a: a.update(v=a["v"][:, :, :1])),
+    "head_dims": _wrong(r"head_dim of q \(1, 8\), got \(1, 16\); expand", lambda c, a: a.update(q=a["q"][..., :8])),
+    "kv_length": _wrong(
         r"k must have the local sequence length of q \(4\), got 8; shard",
         lambda c, a: a.update(q=a["q"][:, :4].contiguous()),
     ),
-    "dtypes": Refusal(
-        "ValueError", "must share one dtype, got .*; move or cast", lambda c, a: a.update(k=a["k"].half())
+    "dtypes": _wrong("must share one dtype, got .*; move or cast", lambda c, a: a.update(k=a["k"].half())),
+    "devices": _wrong("must share one device, got .*; move or cast", _another_device),
+    "requires_grad": _wrong(
+        "must all require grad or none of them, got only q; call", lambda c, a: a.update(q=a["q"].requires_grad_())
     ),
-    "devices": Refusal("ValueError", "must share one device, got .*; move or cast", _another_device),
-    "requires_grad": Refusal(
-        "ValueError",
-        "must all require grad or none of them, got only q; call",
-        lambda c, a: a.update(q=a["q"].requires_grad_()),
+    "scale": _wrong("softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
+    "scale_no_number": _wrong("positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
+    "scale_without_end": _wrong("softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))),
+    "one_rank_more_rows": _wrong(SAME + "rows of cu_seqlens .*[12]", _rows_on_last_rank(2)),
+    "one_rank_wide_v": _wrong(
+        "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
     ),
-    "scale": Refusal("ValueError", "softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
-    "scale_no_number": Refusal("ValueError", "positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
-    "scale_without_end": Refusal(
-        "ValueError", "softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))
+    "scale_to_learn": _wrong(
+        "must be a number, .*multiply q by it", _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True)))
     ),
-    "one_rank_more_rows": Refusal("ValueError", SAME + "rows of cu_seqlens .*[12]", _rows_on_last_rank(2)),
-    "one_rank_wide_v": Refusal(
-        "ValueError", "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
-    ),
-    "scale_to_learn": Refusal(
-        "ValueError",
-        "must be a number, .*multiply q by it",
-        _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True))),
-    ),
-    "window": Refusal(
-        "ValueError", r"window_size must be \(left, right\).*got \(-2, 0\); a", _set(window_size=(-2, 0))
-    ),
-    "window_length": Refusal("ValueError", "window_size must be", _set(window_size=(1, 2, 3))),
-    "layout": Refusal("ValueError", "layout must be one of .*got 'braided'; zigzag", _set(layout="braided")),
-    "impl": Refusal("ValueError", "impl must be 'auto' or one of .*got 'flash9'; 'auto'", _set(impl="flash9")),
-    "impl_dtype": Refusal(
-        "NotImplementedError", r"dtype torch.float32 .*use one of \['reference'\]", _set(impl="flash2")
-    ),
-    "eight_bits": Refusal(
-        "NotImplementedError", "got dtype torch.float8_e5m2 .*cast", _tensors(lambda name, x: x.to(torch.float8_e5m2))
-    ),
-    "impl_head_dim": Refusal(
-        "NotImplementedError",
+    "window": _wrong(r"window_size must be \(left, right\).*got \(-2, 0\); a", _set(window_size=(-2, 0))),
+    "window_length": _wrong("window_size must be", _set(window_size=(1, 2, 3))),
+    "layout": _wrong("layout must be one of .*got 'braided'; zigzag", _set(layout="braided")),
+    "impl": _wrong("impl must be 'auto' or one of .*got 'flash9'; 'auto'", _set(impl="flash9")),
+    "impl_dtype": _missing(r"dtype torch.float32 .*use one of \['reference'\]", _set(impl="flash2")),
+    "eight_bits": _missing("got dtype torch.float8_e5m2 .*cast", _tensors(lambda name, x: x.to(torch.float8_e5m2))),
+    "impl_head_dim": _missing(
         r"head_dim 12 .*use one of \['reference'\]",
         lambda c, a: a.update({x: a[x][..., :12].bfloat16().contiguous() for x in "qkv"}, impl="flash2"),
     ),
-    "transport": Refusal("ValueError", "transport must be 'auto' or .*got 'pigeon'; 'auto'", _set(transport="pigeon")),
-    "other_transport": Refusal("NotImplementedError", "transport must be one for tensors on", _other_transport),
-    "cu_seqlens_start": Refusal("ValueError", "cu_seqlens must start at 0", _cu_seqlens(lambda n: [1, n])),
-    "cu_seqlens_single": Refusal("ValueError", "cu_seqlens must start at 0 and hold two", _cu_seqlens(lambda n: [0])),
-    "cu_seqlens_order": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 4, n])),
-    "cu_seqlens_empty": Refusal("ValueError", "cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
-    "cu_seqlens_local": Refusal(
-        "ValueError", r"end at the global .*\(\d+\), got 8; give", _cu_seqlens(lambda n: [0, LENGTH])
+    "transport": _wrong("transport must be 'auto' or .*got 'pigeon'; 'auto'", _set(transport="pigeon")),
+    "other_transport": _missing("transport must be one for tensors on", _other_transport),
+    "cu_seqlens_start": _wrong("cu_seqlens must start at 0", _cu_seqlens(lambda n: [1, n])),
+    "cu_seqlens_single": _wrong("cu_seqlens must start at 0 and hold two", _cu_seqlens(lambda n: [0])),
+    "cu_seqlens_order": _wrong("cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 4, n])),
+    "cu_seqlens_empty": _wrong("cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
+    "cu_seqlens_local": _wrong(r"end at the global .*\(\d+\), got 8; give", _cu_seqlens(lambda n: [0, LENGTH])),
+    "cu_seqlens_long": _wrong("must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
+    "cu_seqlens_dtype": _wrong(
+        "be 1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
     ),
-    "cu_seqlens_long": Refusal("ValueError", "must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
-    "cu_seqlens_dtype": Refusal(
-        "ValueError", "be 1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
-    ),
-    "cu_seqlens_scalar": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: n)),
-    "cu_seqlens_matrix": Refusal("ValueError", "must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
-    "cu_seqlens_batch": Refusal("ValueError", "batch must be 1 with cu_seqlens", _batch_of_documents),
+    "cu_seqlens_scalar": _wrong("must be 1-D int32", _cu_seqlens(lambda n: n)),
+    "cu_seqlens_matrix": _wrong("must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
+    "cu_seqlens_batch": _wrong("batch must be 1 with cu_seqlens", _batch_of_documents),
     "dropout": Refusal("TypeError", "dropout_p", _set(dropout_p=0.1)),
     "bias": Refusal("TypeError", "attn_bias", _set(attn_bias=None)),
     "alibi": Refusal("TypeError", "alibi_slopes", _set(alibi_slopes=None)),
-    "ranks_differ_in_length": Refusal("ValueError", SAME + r"q \[", _last_rank(_tensors(_cut(4)))),
-    "ranks_differ_in_heads": Refusal(
-        "ValueError", SAME + "q ", _last_rank(lambda c, a: a.update(q=a["q"][:, :, :2].contiguous()))
+    "ranks_differ_in_length": _wrong(SAME + r"q \[", _last_rank(_tensors(_cut(4)))),
+    "ranks_differ_in_heads": _wrong(SAME + "q ", _last_rank(lambda c, a: a.update(q=a["q"][:, :, :2].contiguous()))),
+    "ranks_differ_in_dtype": _wrong(SAME + "dtype", _last_rank(_tensors(lambda name, x: x.double()))),
+    "ranks_differ_in_causal": _wrong(SAME + "causal", _last_rank(_set(causal=False))),
+    "ranks_differ_in_window": _wrong(SAME + "window_size", _last_rank(_set(window_size=(3, 0)))),
+    "ranks_differ_in_scale": _wrong(SAME + "softmax_scale", _last_rank(_set(softmax_scale=0.5))),
+    "ranks_differ_in_layout": _wrong(SAME + "layout", _last_rank(_set(layout="contiguous"))),
+    "ranks_differ_in_impl": _wrong(SAME + "impl", _last_rank(_set(impl="auto"))),
+    "ranks_differ_in_lse": _wrong(SAME + "return_lse", _last_rank(_set(return_lse=True))),
+    "ranks_differ_in_grad": _wrong(SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))),
+    "ranks_differ_in_v_width": _wrong(
+        SAME + r"v_head_dim 16 \(rank 0.*\), 12 \(rank", _last_rank(lambda c, a: a.update(v=a["v"][..., :12]))
     ),
-    "ranks_differ_in_dtype": Refusal("ValueError", SAME + "dtype", _last_rank(_tensors(lambda name, x: x.double()))),
-    "ranks_differ_in_causal": Refusal("ValueError", SAME + "causal", _last_rank(_set(causal=False))),
-    "ranks_differ_in_window": Refusal("ValueError", SAME + "window_size", _last_rank(_set(window_size=(3, 0)))),
-    "ranks_differ_in_scale": Refusal("ValueError", SAME + "softmax_scale", _last_rank(_set(softmax_scale=0.5))),
-    "ranks_differ_in_layout": Refusal("ValueError", SAME + "layout", _last_rank(_set(layout="contiguous"))),
-    "ranks_differ_in_impl": Refusal("ValueError", SAME + "impl", _last_rank(_set(impl="auto"))),
-    "ranks_differ_in_lse": Refusal("ValueError", SAME + "return_lse", _last_rank(_set(return_lse=True))),
-    "ranks_differ_in_grad": Refusal(
-        "ValueError", SAME + "requires_grad", _last_rank(_tensors(lambda name, x: x.requires_grad_()))
-    ),
-    "ranks_differ_in_v_width": Refusal(
-        "ValueError",
-        SAME + r"v_head_dim 16 \(rank 0.*\), 12 \(rank",
-        _last_rank(lambda c, a: a.update(v=a["v"][..., :12])),
-    ),
-    "ranks_differ_in_determinism": Refusal("ValueError", SAME + "deterministic", _last_rank(_set(deterministic=True))),
-    "ranks_differ_in_documents": Refusal("ValueError", SAME + "cu_seqlens", _last_rank(_cu_seqlens(lambda n: [0, n]))),
-    "ranks_differ_in_many_documents": Refusal(
-        "ValueError",
+    "ranks_differ_in_determinism": _wrong(SAME + "deterministic", _last_rank(_set(deterministic=True))),
+    "ranks_differ_in_documents": _wrong(SAME + "cu_seqlens", _last_rank(_cu_seqlens(lambda n: [0, n]))),
+    "ranks_differ_in_many_documents": _wrong(
         SAME + "cu_seqlens [0-9]+ bounds, checksum",
         lambda c, a: _cu_seqlens(lambda n: [0, 1 + (c.rank == 0), *range(3, n + 1)])(c, a),
     ),
-    "balanced_without_documents": Refusal(
-        "ValueError", "cu_seqlens must be given with layout='balanced', got None; pass", _set(layout="balanced")
+    "balanced_without_documents": _wrong(
+        "cu_seqlens must be given with layout='balanced', got None; pass", _set(layout="balanced")
     ),
-    "balanced_over_hosts": Refusal(
-        "NotImplementedError",
+    "balanced_over_hosts": _missing(
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'balanced'",
         lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
     ),
-    "document_that_is_not_divisible": Refusal(
-        "ValueError",
+    "document_that_is_not_divisible": _wrong(
         r"each document must have a length divisible by 2 \* cp_size .* got 3 tokens from 0; pad each \(pad_sequence",
         lambda c, a: a.update(layout="documents") or _cu_seqlens(lambda n: [0, 3, n])(c, a),
     ),
-    "documents_over_hosts": Refusal(
-        "NotImplementedError",
+    "documents_over_hosts": _missing(
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'documents'",
         lambda c, a: a.update(layout="documents", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
     ),
-    "ranks_differ_in_balanced_documents": Refusal(
-        "ValueError",
+    "ranks_differ_in_balanced_documents": _wrong(
         SAME + "cu_seqlens",
         lambda c, a: a.update(layout="balanced") or _cu_seqlens(lambda n: [0, 3 + (c.rank == 0), n])(c, a),
     ),
-    "parents_order": Refusal(
-        "ValueError", "parents must order documents depth first, got 1 for document 3", _trees([-1, 0, 0, 1])
+    "parents_order": _wrong("parents must order documents depth first, got 1 for document 3", _trees([-1, 0, 0, 1])),
+    "parents_ahead": _wrong("parents must order documents depth first, got 2", _trees([-1, 2, -1])),
+    "parents_not_causal": _wrong(
+        "causal must be True with parents", lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a)
     ),
-    "parents_ahead": Refusal("ValueError", "parents must order documents depth first, got 2", _trees([-1, 2, -1])),
-    "parents_not_causal": Refusal(
-        "ValueError",
-        "causal must be True with parents",
-        lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a),
-    ),
-    "bidirectional_right_window": Refusal(
-        "ValueError",
+    "bidirectional_right_window": _wrong(
         r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
         lambda c, a: a.update(window_size=(3, 2)) or _trees([-1, 0], [1, 0])(c, a),
     ),
-    "ranks_differ_in_parents": Refusal(
-        "ValueError",
-        SAME + "cu_seqlens 4 bounds with parents, checksum",
-        lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a),
+    "ranks_differ_in_parents": _wrong(
+        SAME + "cu_seqlens 4 bounds with parents, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
     ),
-    "ranks_differ_in_directions": Refusal(
-        "ValueError", SAME + "cu_seqlens", lambda c, a: _trees([-1, 0], [c.rank > 0, False])(c, a)
-    ),
-    "one_rank_parents": Refusal("ValueError", "depth first", _last_rank(_trees([-1, 0, 0, 1]))),
-    "ranks_differ_after_both_calls": Refusal("ValueError", SAME + "causal", _used_before),
-    "one_rank_window": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
-    "one_rank_window_length": Refusal("ValueError", r"window_size must be", _last_rank(_set(window_size=(1, 2, 3)))),
-    "one_rank_impl": Refusal("NotImplementedError", "must be able to take", _last_rank(_set(impl="flash2"))),
-    "one_rank_length": Refusal("ValueError", "seqlen must be divisible", _last_rank(_tensors(_cut(7)))),
-    "one_rank_documents": Refusal("ValueError", "cu_seqlens must start", _last_rank(_cu_seqlens(lambda n: [1, n]))),
-    "one_rank_bound_type": Refusal("ValueError", "must be 1-D int32", _last_rank(_cu_seqlens(lambda n: n))),
+    "ranks_differ_in_directions": _wrong(SAME + "cu_seqlens", lambda c, a: _trees([-1, 0], [c.rank > 0, False])(c, a)),
+    "one_rank_parents": _wrong("depth first", _last_rank(_trees([-1, 0, 0, 1]))),
+    "ranks_differ_after_both_calls": _wrong(SAME + "causal", _used_before),
+    "one_rank_window": _wrong(r"window_size must be", _last_rank(_set(window_size=(-2, 0)))),
+    "one_rank_window_length": _wrong(r"window_size must be", _last_rank(_set(window_size=(1, 2, 3)))),
+    "one_rank_impl": _missing("must be able to take", _last_rank(_set(impl="flash2"))),
+    "one_rank_length": _wrong("seqlen must be divisible", _last_rank(_tensors(_cut(7)))),
+    "one_rank_documents": _wrong("cu_seqlens must start", _last_rank(_cu_seqlens(lambda n: [1, n]))),
+    "one_rank_bound_type": _wrong("must be 1-D int32", _last_rank(_cu_seqlens(lambda n: n))),
 }

@@ -1,4 +1,4 @@
-"""Small inputs of token files, and what must come out of them."""
+"""Small inputs of token files, and what must be read from them."""
 
 from __future__ import annotations
 

@@ -303,16 +303,9 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
     if kind == "sft":
         trainer.evaluate()
     names = (
-        "loss",
-        "grad_norm",
-        "eval_loss",
-        "mean_token_accuracy",
-        "entropy",
-        "num_tokens",
-        "logps/chosen",
-        "reward",
+        "loss", "grad_norm", "eval_loss", "mean_token_accuracy", "entropy", "num_tokens", "logps/chosen", "reward",
         "kl",
-    )
+    )  # fmt: skip
     if "grpo" in kind:  # counts the tokens of every rank
         names = tuple(name for name in names if name != "num_tokens")
     logged = [{k: x[k] for k in names if k in x} for x in trainer.state.log_history]

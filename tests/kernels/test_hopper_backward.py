@@ -4,12 +4,12 @@ deterministic path meet a subset, since they differ in the operands' type and in
 (at head_dim 192 and 256 not even in that).
 """
 
-import math
-
 import pytest
 import torch
 
 from ringflash_kernels.mask import Mask, Region
+from tests.helpers.mask_oracle import Shape, attention, inputs, oracle_and_baseline
+from tests.helpers.tolerance import assert_close
 from tests.two_sided import kernel_masks
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -56,42 +56,26 @@ def draw(shape, dtype, seed):
     return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
-def dense_attention(q, k, v, visible):
-    """Plain attention in the dtype of q; rows without a visible key give 0 and -inf."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).masked_fill(~visible, float("-inf"))
-    empty = ~visible.any(-1, keepdim=True)
-    p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (p @ v).transpose(1, 2), scores.logsumexp(-1)
-
-
 class Case:
     """Inputs in a low dtype, gradients in fp64 (`exact`) and by plain attention in the low dtype (`baseline`)."""
 
     def __init__(self, mask, head_dim, num_heads=2, num_kv_heads=2, batch=2, dtype=torch.bfloat16, seed=0, dlse=False):
-        q_shape = (batch, mask.seqlen_q, num_heads, head_dim)
-        k_shape = (batch, mask.seqlen_k, num_kv_heads, head_dim)
-        shapes = (q_shape, k_shape, k_shape, q_shape)
-        self.mask = mask
-        self.q, self.k, self.v, self.dout = (draw(s, dtype, 4 * seed + i) for i, s in enumerate(shapes))
-        self.dlse = draw((batch, num_heads, mask.seqlen_q), torch.float32, 4 * seed + 9) if dlse else None
-        visible = mask.dense("cuda")
-        self.exact, out, self.lse = self._gradients(torch.float64, visible)
-        self.baseline, _, _ = self._gradients(dtype, visible)
-        self.out, self.lse = out.to(dtype), self.lse.float()
+        shape = Shape(head_dim, num_heads, num_kv_heads, batch, dtype)
+        self.mask, self.scale = mask, shape.scale
+        self.q, self.k, self.v, self.dout = inputs(mask, shape, seed=seed, device="cuda")
+        self.dlse = draw((batch, num_heads, mask.seqlen_q), torch.float32, seed + 9) if dlse else None
+        self.compute()
 
-    def _gradients(self, dtype, visible):
-        inputs = [x.to(dtype).requires_grad_() for x in (self.q, self.k, self.v)]
-        out, lse = dense_attention(*inputs, visible)
-        loss = (out * self.dout.to(dtype)).sum()
-        if self.dlse is not None:
-            loss = loss + (lse.masked_fill(~visible.any(-1), 0.0) * self.dlse.to(dtype)).sum()
-        return torch.autograd.grad(loss, inputs), out.detach(), lse.detach()
+    def compute(self):
+        """Compute the gradients to compare with, and out and lse, from which a backward begins."""
+        grads = {"dout": self.dout} | ({} if self.dlse is None else {"dlse": self.dlse})
+        self.exact, self.baseline = oracle_and_baseline(self.q, self.k, self.v, self.mask, self.scale, **grads)
+        self.out, self.lse = self.exact["out"].to(self.q.dtype), self.exact["lse"].float()
 
     def backward(self, **options):
-        scale = 1 / math.sqrt(self.q.shape[-1])
-        return HopperBackward(self.dout, self.q, self.out, self.lse, softmax_scale=scale, dlse=self.dlse, **options)
+        return HopperBackward(
+            self.dout, self.q, self.out, self.lse, softmax_scale=self.scale, dlse=self.dlse, **options
+        )
 
     def run(self, accumulate, *, fp32=False, **options):
         """dq, dk, dv of one hop; buffers to be overwritten hold NaN before, in fp32 they are views of one."""
@@ -107,23 +91,8 @@ class Case:
         return backward.finish(), dk, dv
 
     def check(self, grads):
-        """Assert the errors of dq, dk, dv, chunk by chunk; returns the largest ratio to what is allowed."""
-        worst = 0.0
-        for name, got, exact, baseline in zip(("dq", "dk", "dv"), grads, self.exact, self.baseline, strict=True):
-            assert got.isfinite().all(), f"{name} is not finite"
-            for chunk in range(4):
-                part = slice(chunk * got.shape[1] // 4, (chunk + 1) * got.shape[1] // 4)
-                error = (got[:, part].double() - exact[:, part]).abs()
-                allowed = (baseline[:, part].double() - exact[:, part]).abs()
-                if not error.numel():
-                    continue
-                slack = torch.finfo(self.q.dtype).eps * exact[:, part].abs()
-                for what, statistic in (("max", torch.max), ("mean", torch.mean)):
-                    limit = 2 * statistic(allowed) + statistic(slack)
-                    ratio = (statistic(error) / limit).item() if limit > 0 else float(statistic(error) > 0)
-                    assert ratio <= 1, f"{name}, chunk {chunk}: {what} error {statistic(error):.2e} of {limit:.2e}"
-                    worst = max(worst, ratio)
-        return worst
+        """Assert the errors of dq, dk, dv, chunk by chunk."""
+        assert_close(dict(zip(("dq", "dk", "dv"), grads, strict=True)), self.exact, self.baseline, num_chunks=4)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -252,8 +221,7 @@ def test_expanded_gradient():
     """The gradient of a sum is one number seen everywhere, with strides of 0."""
     case = Case(MASKS["causal"], 64)
     case.dout = torch.ones_like(case.dout)
-    visible = case.mask.dense("cuda")
-    case.exact, case.baseline = case._gradients(torch.float64, visible)[0], case._gradients(case.q.dtype, visible)[0]
+    case.compute()
     case.dout = case.dout[:1, :1, :1, :1].expand(case.q.shape)
     case.check(case.run(False))
 
@@ -293,8 +261,8 @@ def test_offsets_beyond_32_bits():
     lse = torch.full((1, num_heads, seqlen), float("inf"), device="cuda")
     mask = Mask.of(seqlen, 512, [Region(rows.start, rows.stop, 0, 512)])
     small_q, small_k, small_v = q[:, rows, -1:], k[:, :, -1:], v[:, :, -1:]
-    visible = Mask.full(512, 512).dense("cuda")
-    out, small_lse = dense_attention(small_q.float(), small_k.float(), small_v.float(), visible)
+    small = (x.float() for x in (small_q, small_k, small_v))
+    out, small_lse = attention(*small, Mask.full(512, 512), head_dim**-0.5).values()
     lse[:, -1:, rows] = small_lse
     full_out = torch.zeros_like(q)
     full_out[:, rows, -1:] = out.bfloat16()

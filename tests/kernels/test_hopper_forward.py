@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ringflash_kernels.mask import Mask, Region
+from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 from tests.two_sided import kernel_masks
 
@@ -72,24 +73,19 @@ def test_any_number_of_sms(num_sms: int) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_shapes(seed: int) -> None:
-    draw = random.Random(seed)
-    seqlen_q, seqlen_k = draw.randint(1, 900), draw.randint(1, 900)
-    kv_heads, group = draw.randint(1, 3), draw.randint(1, 4)
-    window = (draw.choice((-1, draw.randint(0, 400))), draw.choice((-1, draw.randint(0, 400))))
-    mask = Mask.band(seqlen_q, seqlen_k, causal=draw.random() < 0.5, window_size=window)
-    if draw.random() < 0.4:
-        cuts = sorted(draw.sample(range(1, 900), draw.randint(1, 6)))
-        mask = Mask.documents([0, *cuts, 900], causal=draw.random() < 0.5, window_size=window)
+    chance = random.Random(seed)
+    seqlen_q, seqlen_k = chance.randint(1, 900), chance.randint(1, 900)
+    kv_heads, group = chance.randint(1, 3), chance.randint(1, 4)
+    window = (chance.choice((-1, chance.randint(0, 400))), chance.choice((-1, chance.randint(0, 400))))
+    mask = Mask.band(seqlen_q, seqlen_k, causal=chance.random() < 0.5, window_size=window)
+    if chance.random() < 0.4:
+        cuts = sorted(chance.sample(range(1, 900), chance.randint(1, 6)))
+        mask = Mask.documents([0, *cuts, 900], causal=chance.random() < 0.5, window_size=window)
     check(
-        mask,
-        head_dim=draw.choice(HEAD_DIMS),
-        dtype=draw.choice((torch.bfloat16, torch.float16)),
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        batch=draw.randint(1, 3),
-        num_sms=draw.choice((None, draw.randint(1, 132))),
-        seed=seed,
-    )
+        mask, head_dim=chance.choice(HEAD_DIMS), dtype=chance.choice((torch.bfloat16, torch.float16)),
+        num_heads=kv_heads * group, num_kv_heads=kv_heads, batch=chance.randint(1, 3),
+        num_sms=chance.choice((None, chance.randint(1, 132))), seed=seed,
+    )  # fmt: skip
 
 
 def test_transposed_storage() -> None:
@@ -97,16 +93,16 @@ def test_transposed_storage() -> None:
     mask = MASKS["causal, ragged"]
     q, k, v = (torch.randn(2, 4, 701, 128, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(3))
     out, lse = fresh(q, k, v, mask, out=torch.full_like(q, float("nan")))
-    assert_close({"out": out, "lse": lse}, *oracle(q, k, v, mask.dense("cuda")), num_chunks=NUM_CHUNKS)
+    assert_right(out, lse, q, k, v, mask)
 
 
 def test_results_go_into_views_and_nowhere_else() -> None:
     mask = MASKS["causal, ragged"]
-    q, k, v = inputs(mask)
+    q, k, v = draw(mask)
     canvas = torch.full((2, 800, 6, 128), 7.0, device="cuda", dtype=q.dtype)
     lse_canvas = torch.full((2, 4, 800), 7.0, device="cuda")
     out, lse = fresh(q, k, v, mask, out=canvas[:, 50:751, 1:5], lse=lse_canvas[:, :, 50:751])
-    assert_close({"out": out, "lse": lse}, *oracle(q, k, v, mask.dense("cuda")), num_chunks=NUM_CHUNKS)
+    assert_right(out, lse, q, k, v, mask)
     canvas[:, 50:751, 1:5] = 7.0
     lse_canvas[:, :, 50:751] = 7.0
     assert (canvas == 7.0).all() and (lse_canvas == 7.0).all()
@@ -114,7 +110,7 @@ def test_results_go_into_views_and_nowhere_else() -> None:
 
 def test_rows_that_see_nothing_keep_their_state() -> None:
     mask = MASKS["causal, rows that see nothing"]
-    q, k, v = inputs(mask)
+    q, k, v = draw(mask)
     acc, lse = torch.randn(q.shape, device="cuda"), torch.randn(2, 4, 690, device="cuda")
     kept, kept_lse = acc[:, :350].clone(), lse[:, :, :350].clone()
     last = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
@@ -127,7 +123,7 @@ def test_rows_that_see_nothing_keep_their_state() -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_repeats_are_equal_bit_by_bit(head_dim: int) -> None:
     mask = MASKS["window"]
-    q, k, v = inputs(mask, head_dim=head_dim)
+    q, k, v = draw(mask, head_dim=head_dim)
     first = fresh(q, k, v, mask)
     for num_sms in (None, 3):
         again = fresh(q, k, v, mask, num_sms=num_sms)
@@ -136,7 +132,7 @@ def test_repeats_are_equal_bit_by_bit(head_dim: int) -> None:
 
 def test_a_captured_hop_replays() -> None:
     mask = MASKS["causal, ragged"]
-    q, k, v = inputs(mask)
+    q, k, v = draw(mask)
     want = fresh(q, k, v, mask)
     out, lse = torch.empty_like(want[0]), torch.empty_like(want[1])
     graph = torch.cuda.CUDAGraph()
@@ -151,45 +147,49 @@ def test_a_captured_hop_replays() -> None:
 def test_a_dropped_hop_is_noticed() -> None:
     """The tolerance would see a merge that did not happen."""
     mask = MASKS["full, ragged"]
-    q, k, v = inputs(mask)
+    q, k, v = draw(mask)
     out, lse = fresh(q, k[:, :400], v[:, :400], Mask.full(300, 400))
     with pytest.raises(AssertionError):
-        assert_close({"out": out, "lse": lse}, *oracle(q, k, v, mask.dense("cuda")), num_chunks=NUM_CHUNKS)
+        assert_right(out, lse, q, k, v, mask)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_a_scale_that_is_not_positive_is_refused(scale: float) -> None:
-    q, k, v = inputs(MASKS["full"])
+    q, k, v = draw(MASKS["full"])
     with pytest.raises(ValueError, match="softmax_scale must be positive"):
         forward(q, k, v, MASKS["full"], scale, out=torch.empty_like(q), lse=torch.empty(2, 4, 768, device="cuda"))
 
 
-def check(
-    mask: Mask,
-    *,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    batch: int = 2,
-    num_sms: int | None = None,
-    seed: int = 0,
+def shape_of(**sizes) -> Shape:
+    return Shape(**{"head_dim": 128, "num_heads": 4, "num_kv_heads": 2, "batch": 2, **sizes})
+
+
+def draw(mask: Mask, seed: int = 0, **sizes) -> tuple[torch.Tensor, ...]:
+    """q, k and v on the GPU."""
+    return inputs(mask, shape_of(**sizes), seed=seed, device="cuda")[:3]
+
+
+def assert_right(
+    out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | torch.Tensor
 ) -> None:
+    found = {"out": out, "lse": lse}
+    assert_close(found, *oracle_and_baseline(q, k, v, mask, q.shape[-1] ** -0.5), num_chunks=NUM_CHUNKS)
+
+
+def check(mask: Mask, *, num_sms: int | None = None, seed: int = 0, **sizes) -> None:
     """One call, and the same queries over two sets of keys: into fp32, then on in place and into the final dtype."""
-    heads = {"head_dim": head_dim, "dtype": dtype, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "batch": batch}
-    q, k, v = inputs(mask, seed=seed, **heads)
-    _, k1, v1 = inputs(mask, seed=seed + 1000, **heads)
-    visible = mask.dense("cuda")
-    out, lse = fresh(q, k, v, mask, num_sms=num_sms)
-    assert_close({"out": out, "lse": lse}, *oracle(q, k, v, visible), num_chunks=NUM_CHUNKS)
+    q, k, v = draw(mask, seed, **sizes)
+    _, k1, v1 = draw(mask, seed + 1000, **sizes)
+    assert_right(*fresh(q, k, v, mask, num_sms=num_sms), q, k, v, mask)
 
     acc, lse = fresh(q, k, v, mask, out=torch.full(q.shape, float("nan"), device="cuda"), num_sms=num_sms)
-    assert_close({"out": acc, "lse": lse}, *oracle(q, k, v, visible), num_chunks=NUM_CHUNKS)
+    assert_right(acc, lse, q, k, v, mask)
     out, last_lse = fresh(q, k1, v1, mask, lse=lse.clone(), acc=acc, num_sms=num_sms)
     acc, lse = fresh(q, k1, v1, mask, out=acc, lse=lse, acc=acc, num_sms=num_sms)
-    both = oracle(q, torch.cat([k, k1], 1), torch.cat([v, v1], 1), torch.cat([visible, visible], 1))
-    assert_close({"out": out, "lse": last_lse}, *both, num_chunks=NUM_CHUNKS)
-    assert_close({"out": acc, "lse": lse}, *both, num_chunks=NUM_CHUNKS)
+    visible = mask.dense("cuda")
+    both = torch.cat([k, k1], 1), torch.cat([v, v1], 1), torch.cat([visible, visible], 1)
+    assert_right(out, last_lse, q, *both)
+    assert_right(acc, lse, q, *both)
     assert torch.equal(acc.to(out.dtype), out) and torch.equal(lse, last_lse)
 
 
@@ -201,55 +201,12 @@ def forward(*args, **kwargs) -> None:
 
 
 def fresh(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    *,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    **options,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *, out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, **options,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """A call whose results start as NaN where the test does not give them."""
     nan = float("nan")
     out = torch.full(q.shape, nan, device="cuda", dtype=q.dtype) if out is None else out
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), nan, device="cuda") if lse is None else lse
     forward(q, k, v, mask, q.shape[-1] ** -0.5, out=out, lse=lse, **options)
     return out, lse
-
-
-def inputs(
-    mask: Mask,
-    *,
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    batch: int = 2,
-    seed: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v with strides as a fused projection leaves them: their heads side by side."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    heads = (num_heads, num_kv_heads, num_kv_heads)
-    shape = (batch, max(mask.seqlen_q, mask.seqlen_k), sum(heads), head_dim)
-    q, k, v = torch.randn(shape, device="cuda", generator=generator).to(dtype).split(heads, 2)
-    return q[:, : mask.seqlen_q], k[:, : mask.seqlen_k], v[:, : mask.seqlen_k]
-
-
-def oracle(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Attention in fp64, and by plain eager operations in the dtype of q (lse: fp32)."""
-    return eager(q.double(), k.double(), v.double(), visible), eager(q, k, v, visible)
-
-
-def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Attention written out; rows that see nothing are 0 and -inf."""
-    scale, group = q.shape[-1] ** -0.5, q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    state = torch.promote_types(q.dtype, torch.float32)
-    hidden, empty = ~visible, ~visible.any(1)
-    scores = (q.transpose(1, 2) @ k.mT * scale).masked_fill(hidden, float("-inf"))
-    exact = (q.to(state).transpose(1, 2) @ k.to(state).mT * scale).masked_fill(hidden, float("-inf"))
-    out = scores.softmax(-1).masked_fill(empty[:, None], 0) @ v
-    return {"out": out.transpose(1, 2), "lse": exact.logsumexp(-1)}

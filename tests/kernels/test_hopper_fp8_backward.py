@@ -157,7 +157,7 @@ def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place):
 
 @pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
 @pytest.mark.parametrize("mask", [Mask.band(6000, 6000, causal=True), Mask.documents([0, 5000, 6000])], ids=str)
-def test_overwritten_gradients_are_those_that_are_added(mask, products):
+def test_overwritten_gradients_equal_added_ones(mask, products):
     """Also where sums leave the tensor cores: rows of more than 64 blocks of queries."""
     q, dout = (draw(1, 6000, 4, 128, seed=i) for i in (0, 1))
     k, v = (draw(1, 6000, 4, 128, seed=i) for i in (2, 3))

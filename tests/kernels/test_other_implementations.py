@@ -11,8 +11,9 @@ import torch
 
 from ringflash_kernels.api import attention_backward, attention_forward, implementation
 from ringflash_kernels.mask import Mask
+from tests.helpers.mask_oracle import inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
-from tests.kernels.test_hopper_forward import HEAD_DIMS, MASKS, eager, inputs
+from tests.kernels.test_hopper_forward import HEAD_DIMS, MASKS, shape_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,18 +25,6 @@ pytestmark = [
 
 IMPLS = ("flash2", "fa4")
 SOME = ("causal, ragged", "causal, rows that see nothing", "window", "documents", "a hop of halves")
-Tensors = dict[str, torch.Tensor]
-
-
-def both_passes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, dout: torch.Tensor,
-                dlse: torch.Tensor) -> tuple[Tensors, Tensors]:  # fmt: skip
-    """Results and gradients of plain attention."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    found = eager(*leaves, visible=visible)
-    seen = visible.any(1)
-    loss = (found["out"] * dout.to(q.dtype)).sum() + (found["lse"].masked_fill(~seen, 0.0) * dlse).sum()
-    gradients = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, leaves), strict=True))
-    return {name: x.detach() for name, x in found.items()}, gradients
 
 
 def skip_unless_installed(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -48,24 +37,19 @@ def skip_unless_installed(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.
         pytest.skip(str(error))
 
 
-def check(impl: str, mask: Mask, *, dlse: bool = True, **heads: object) -> None:
+def check(impl: str, mask: Mask, *, dlse: bool = True, **sizes: object) -> None:
     """One call of each pass."""
-    q, k, v = inputs(mask, **heads)
+    shape = shape_of(**sizes)
+    q, k, v, dout = inputs(mask, shape, device="cuda")
     skip_unless_installed(impl, q, k, v)
-    dout = torch.randn(q.shape, device=q.device).to(q.dtype)
-    lse_gradient = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device) * dlse
-    visible = mask.dense(q.device)
-    exact, exact_gradients = both_passes(
-        *(x.double() for x in (q, k, v)), visible=visible, dout=dout, dlse=lse_gradient
-    )
-    baseline, baseline_gradients = both_passes(q, k, v, visible, dout, lse_gradient)
+    grads = {"dout": dout}
+    if dlse:
+        grads["dlse"] = torch.randn(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+    exact, baseline = oracle_and_baseline(q, k, v, mask, shape.scale, **grads)
     out, lse = attention_forward(q, k, v, impl=impl, mask=mask)
-    assert_close({"out": out, "lse": lse}, exact, baseline, num_chunks=4)
-    given = {"dlse": lse_gradient} if dlse else {}
-    gradients = attention_backward(dout, q, k, v, out, lse, impl=impl, mask=mask, **given)
-    assert_close(
-        dict(zip(("dq", "dk", "dv"), gradients, strict=True)), exact_gradients, baseline_gradients, num_chunks=4
-    )
+    found = attention_backward(**grads, q=q, k=k, v=v, out=out, lse=lse, impl=impl, mask=mask)
+    got = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), found, strict=True))}
+    assert_close(got, exact, baseline, num_chunks=4)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -92,10 +76,9 @@ def test_half_precision(impl: str, name: str) -> None:
 def test_state_of_other_keys(impl: str) -> None:
     """Two calls over two sets of keys are one over both."""
     whole = MASKS["full"]
-    q, k, v = inputs(whole)
+    q, k, v, _ = inputs(whole, shape_of(), device="cuda")
     skip_unless_installed(impl, q, k, v)
     half = whole.seqlen_k // 2
     acc, lse = attention_forward(q, k[:, :half], v[:, :half], impl=impl, out=torch.empty(q.shape, device=q.device))
     out, lse = attention_forward(q, k[:, half:], v[:, half:], impl=impl, acc=acc, lse=lse)
-    visible = whole.dense(q.device)
-    assert_close({"out": out, "lse": lse}, eager(q.double(), k.double(), v.double(), visible), eager(q, k, v, visible))
+    assert_close({"out": out, "lse": lse}, *oracle_and_baseline(q, k, v, whole, shape_of().scale))

@@ -88,13 +88,9 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     if few and not (num_gpus and option("--share-gpus", False)):
         pytest.skip(f"needs {ranks} GPUs, found {num_gpus}; --share-gpus makes do with one")
     return Setup(
-        ranks,
-        option("--impl", "flash2"),
-        option("--dtype", "bfloat16"),
-        backend,
-        few,
+        ranks, option("--impl", "flash2"), option("--dtype", "bfloat16"), backend, few,
         option("--transport", None) or backend,
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

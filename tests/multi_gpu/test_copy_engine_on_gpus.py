@@ -1,6 +1,6 @@
 """The transport "copy_engine" and CUDA graphs, ours and inductor's, on GPUs of one host. Two GPUs or more.
 
-The cases are every seventh of the distributed ones, with lengths that change from call to call, beside collectives of
+The cases are every seventh of the distributed ones, with lengths that change from call to call, during collectives of
 torch on the same GPUs. A graph of a forward and backward is captured once and replayed on other values.
 """
 
@@ -91,7 +91,7 @@ def against_deterministic(ctx: Context, impl: str, tokens: int, calls: int) -> f
 
 
 def test_no_call_overtakes_another(pool: Pool, setup: Setup) -> None:
-    """Buffers are used again from section to section and call to call. A tile that came too late is off by its size."""
+    """Buffers are used again from section to section and call to call. A late tile is off by its size."""
     if setup.backend != "nccl" or setup.impl != "hopper":
         pytest.skip("needs the speed of impl hopper on GPUs")
     assert max(pool.run(against_deterministic, setup.impl, 4096, 40, timeout_s=120)) < 2**-7
@@ -105,7 +105,7 @@ def replay_in_sections(ctx: Context, transport: str, impl: str) -> list[float]:
 def replay(ctx: Context, transport: str, impl: str) -> list[float]:
     """Largest difference of (out, dq, dk, dv) between a replay on new values and a call on them.
 
-    Longer calls come between the capture and the replay: all buffers grow, other masks take the place of the first.
+    Longer calls are made between the capture and the replay: all buffers grow, other masks take the place of the first.
     """
 
     def zeros(rows: int) -> tuple[torch.Tensor, ...]:
@@ -139,11 +139,9 @@ def replay(ctx: Context, transport: str, impl: str) -> list[float]:
 
 
 REPLAYS = {
-    "nccl": replay,
-    "nccl, sections": replay_in_sections,
-    "copy_engine": replay,
+    "nccl": replay, "nccl, sections": replay_in_sections, "copy_engine": replay,
     "copy_engine, sections": replay_in_sections,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", REPLAYS)

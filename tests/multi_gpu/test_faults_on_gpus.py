@@ -1,6 +1,6 @@
 """A rank that dies, raises, exits or sleeps ends the others with an error that names it. Two GPUs or more.
 
-Over the copy engine and NCCL, there for keys and for states of recurrent layers. Ranks are processes of their own,
+Over the copy engine and NCCL, there for keys and for states of recurrent layers. Ranks are new processes,
 since they end. All jobs run at once on the same GPUs: each of them mostly waits. Two have no fault, a watch that looks
 all the time, captured calls, and calls under way while something else is captured. In two the other ranks end with
 calls in flight, which the last one has not begun.
@@ -79,7 +79,7 @@ def test_the_others_end_with_the_name_of_the_rank(ends: Ends, way: str, fault: s
 
 
 @pytest.mark.parametrize("way, fault", HEALTHY)
-def test_a_healthy_job_and_its_captures_are_left_alone(ends: Ends, way: str, fault: str) -> None:
+def test_a_healthy_job_and_its_captures_go_on(ends: Ends, way: str, fault: str) -> None:
     codes, texts = ends[way, fault]
     assert codes == [0] * len(codes), "\n---\n".join(texts)
     for text in texts:

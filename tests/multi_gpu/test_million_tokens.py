@@ -75,13 +75,11 @@ class Samples(NamedTuple):
         unseen = torch.arange(len(self.k), device=self.k.device) < self.positions[:, None]
         grads = {
             name: torch.zeros(
-                len(self.positions),
-                *self.k.shape[1:],
-                dtype=torch.promote_types(dtype, torch.float32),
+                len(self.positions), *self.k.shape[1:], dtype=torch.promote_types(dtype, torch.float32),
                 device=self.k.device,
             )
             for name in ("dk", "dv")
-        }
+        }  # fmt: skip
         for head in range(self.q.shape[1]):
             *pair, kv = self.of_head(head)
             k, v = (x[self.positions].to(dtype) for x in pair)

@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.ranks import Ranks
 from tests.helpers.shared_gpu import num_gpus, visible
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
-from tests.recipes.launching import Ranks
 from tests.recipes.test_wrap_lightning import write_changed
 
 pytestmark = pytest.mark.multi_gpu
@@ -153,7 +153,7 @@ def test_drawn_parameters_are_those_of_one_process(jobs: dict[str, Job]) -> None
     assert all(rank["sums"] == ranks[0]["sums"] for rank in ranks), ranks
 
 
-def test_exposed_communication_is_measured_and_changes_nothing(jobs: dict[str, Job]) -> None:
+def test_exposed_communication_changes_nothing(jobs: dict[str, Job]) -> None:
     ranks = jobs["memory"].found("exposed")
     for rank in ranks:
         assert len(rank["milliseconds"]) == 3 and all(math.isfinite(x) and x >= 0 for x in rank["milliseconds"]), ranks

@@ -45,7 +45,7 @@ from tests.helpers import own_models as own
 from tests.helpers.dense import visible
 from tests.helpers.one_step import Step, loss_part, one_process, parts, worst
 from tests.helpers.shared_gpu import is_shared, use_gpu
-from tests.recipes.strategy_worker import Recorder, trainer_with
+from tests.recipes.test_strategy import Recorder, trainer_with
 
 CLIPPING, LEARNING_RATE, SEED = 0.05, 1.0, 3
 DTYPES = {"64-true": torch.float64, "bf16-mixed": torch.bfloat16}
@@ -263,7 +263,7 @@ def over_nccl(task: Task) -> Found:
 def own_module(task: Task, precision: str) -> Found:
     """The README's diff on a LightningModule that knows nothing of rings, which the launch has written to <out>."""
     from tests.recipes.plain_gpt import GPT
-    from tests.recipes.wrap_worker import build, loader
+    from tests.recipes.test_wrap_lightning import build, loader
 
     changed = importlib.import_module("changed_gpt").GPT
     sizes = {"WIDTH": 256, "LENGTH": task.seqlen // 4, "VOCAB": 257} if task.on_gpus else {}
@@ -338,7 +338,7 @@ def exposed(task: Task) -> Found:
 def with_deepspeed(task: Task, name: str, dtype: torch.dtype) -> Found:
     """A stage of ZeRO: two ranks share a sequence."""
     from ringflash import deepspeed
-    from tests.recipes import deepspeed_worker as worker
+    from tests.recipes import test_deepspeed as worker
 
     mesh = deepspeed.context_mesh(2)
     if task.on_gpus:
@@ -360,12 +360,12 @@ class WholeStep(lightning.Callback):
     """DeepSpeed's one step: whole gradients before it and whole weights after it, on every rank."""
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, module: CausalLM, optimizer: Any) -> None:
-        from tests.recipes.deepspeed_worker import gradients
+        from tests.recipes.test_deepspeed import gradients
 
         self.gradients = {name.removeprefix("model."): x for name, x in gradients(module).items()}
 
     def on_train_end(self, trainer: lightning.Trainer, module: CausalLM) -> None:
-        from tests.recipes.deepspeed_worker import weights
+        from tests.recipes.test_deepspeed import weights
 
         self.weights = {f"model.{name}": x for name, x in weights(module.model).items()}
         self.loss = trainer.callback_metrics["loss"].item()
@@ -374,7 +374,7 @@ class WholeStep(lightning.Callback):
 def with_deepspeed_through_lightning(task: Task, name: str, dtype: torch.dtype) -> Found:
     """The same stage by Lightning's strategy, which makes the engine, clips and steps."""
     from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
-    from tests.recipes.deepspeed_worker import config_of
+    from tests.recipes.test_deepspeed import config_of
 
     want, baseline = references(task, dtype, dist_size() // 2)
     step = WholeStep()
@@ -409,7 +409,7 @@ def memory_parts(task: Task) -> dict[str, Callable[[], Found]]:
 
 
 def liger_parts(task: Task) -> dict[str, Callable[[], Found]]:
-    """In new processes: Liger changes transformers for all models that come after."""
+    """In new processes: Liger changes transformers for all later models."""
     return {"bf16-mixed liger": partial(compared, task, "bf16-mixed", dist_size(), Memory(liger=True))}
 
 

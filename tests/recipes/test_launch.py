@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from recipes.lightning.resume import newest_checkpoint
-from tests.recipes.launching import ROOT, interrupt, run, run_ranks, write_text
+from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
+from recipes.lightning.text import TextData
+from tests.helpers.pool import Context, on_ranks
+from tests.recipes.launching import ROOT, interrupt, run, write_text
 
 LAUNCH = ROOT / "launch"
 RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
@@ -94,28 +97,29 @@ def test_host_dry_run() -> None:
     assert "--rdzv_id ringflash" in shown and "is_host=0 --local_addr b" in shown
 
 
-@pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "RDZV_ENDPOINT"])
-def test_host_without_its_place_is_refused(missing: str) -> None:
-    """The message names the variable and the launcher for one host."""
-    known = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", missing: "", "SLURM_NODEID": ""}
-    with pytest.raises(AssertionError, match=f"status 2:\n{missing} must be set .* on one host use launch/local.sh"):
-        dry_run("launch/host.sh", **known)
-
-
-@pytest.mark.parametrize("rank", ["08", "x", "-1", "2"])
-def test_host_of_no_number_is_refused(rank: str) -> None:
-    """bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait."""
-    with pytest.raises(AssertionError, match=f"status 2:\nNODE_RANK must be a whole number, from 0 to 1, got {rank};"):
-        dry_run("launch/host.sh", NNODES="2", NODE_RANK=rank, RDZV_ENDPOINT="a:1")
-
-
 @pytest.mark.parametrize(
-    ("name", "value"), [("NPROC", "0"), ("NPROC", "x"), ("MAX_RESTARTS", "x"), ("NNODES", "1:4"), ("DRY_RUN", "yes")]
+    ("name", "value", "message"),
+    [
+        *(
+            (name, "", f"{name} must be set .* on one host use launch/local.sh")
+            for name in ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")
+        ),
+        # bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait
+        *(
+            ("NODE_RANK", rank, f"NODE_RANK must be a whole number, from 0 to 1, got {rank};")
+            for rank in ("08", "x", "-1", "2")
+        ),
+        *(
+            (name, value, f"{name} must be a whole number, .* got {value};")
+            for name in ("NPROC", "MAX_RESTARTS", "NNODES", "DRY_RUN")
+            for value in ("x", {"NPROC": "0", "NNODES": "1:4"}.get(name, "yes"))
+        ),
+    ],
 )
-def test_counts_that_are_none_are_refused(name: str, value: str) -> None:
-    known = {"NNODES": "1", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "DRY_RUN": "1", name: value}
-    with pytest.raises(AssertionError, match=f"status 2:\n{name} must be a whole number, .* got {value};"):
-        run(["launch/host.sh"], **known)
+def test_wrong_variables_of_a_host_are_refused(name: str, value: str, message: str) -> None:
+    known = {"NNODES": "2", "NODE_RANK": "0", "RDZV_ENDPOINT": "a:1", "NPROC": "1", "SLURM_NODEID": "", "DRY_RUN": "1"}
+    with pytest.raises(AssertionError, match=f"status 2:\n{message}"):
+        run(["launch/host.sh"], **known | {name: value})
 
 
 @pytest.mark.parametrize("dry", ["0", "1"])
@@ -135,9 +139,7 @@ def test_a_recipe_that_is_not_there_is_refused(launcher: str, dry: str) -> None:
         ("slurm.sbatch", ("DRY_RUN", "SPARE")),
     ],
 )
-def test_help_names_the_options_and_variables_of_the_launcher(
-    launcher: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_help_names_options_and_variables(launcher: str, words: tuple[str, ...], tmp_path: Path) -> None:
     """From any folder; and where the recipe's own flags are listed."""
     command = ["bash", "-c", f"cd {tmp_path} && bash {LAUNCH / launcher} --help"]
     shown = run(command)
@@ -146,7 +148,7 @@ def test_help_names_the_options_and_variables_of_the_launcher(
 
 
 def test_slurm_dry_run() -> None:
-    """One host script for each node, from the newest checkpoint; the user's flags come last."""
+    """One host script for each node, from the newest checkpoint; the user's flags are last."""
     job = {"SLURM_NNODES": "4", "SLURM_CPUS_ON_NODE": "96"}
     shown = dry_run("bash", "launch/slurm.sbatch", RECIPE, "--trainer.max_steps", "3", **job)
     assert "NNODES=4 MAX_RESTARTS=3 RDZV_ENDPOINT=localhost:29500 RDZV_ID=" in shown
@@ -171,12 +173,10 @@ esac
 @pytest.mark.parametrize(
     ("spare", "sent", "trained", "ends"),
     [
-        ("2", "", ["a2,a3", "a3,a4"], ""),
-        ("1", "", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
-        ("0", "", [], "got 3 of 4"),
-        ("2", "USR1", ["a2,a3"], "requeue 7"),
+        ("2", "", ["a2,a3", "a3,a4"], ""), ("1", "", ["a2,a3,a4"], "needs 3 nodes without a fault, got 2 of 4"),
+        ("0", "", [], "got 3 of 4"), ("2", "USR1", ["a2,a3"], "requeue 7"),
     ],
-)
+)  # fmt: skip
 def test_slurm_trains_on_nodes_without_a_fault(
     tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str
 ) -> None:
@@ -211,7 +211,7 @@ def test_a_node_with_a_fault_does_not_print_its_name(tmp_path: Path, healthy: bo
 
 
 @pytest.mark.parametrize("flag", [("--ckpt_path", "runs/a.ckpt"), ("--ckpt_path=null",)], ids=str)
-def test_a_checkpoint_that_every_start_would_begin_from_is_refused(flag: tuple[str, ...]) -> None:
+def test_checkpoint_of_every_start_is_refused(flag: tuple[str, ...]) -> None:
     """A job that is queued again, or started again after a crash, would lose the steps since."""
     value = flag[-1].removeprefix("--ckpt_path=")
     with pytest.raises(AssertionError, match=f"must be auto where SLURM may queue the job again, got {value}: "):
@@ -278,7 +278,7 @@ AGENT = f"import subprocess, sys; print('status', subprocess.run([sys.executable
 SUPERVISE = 'set -euo pipefail; export LAUNCHER=$$; source launch/common.sh; supervise ask_workers deaf "$@"'
 
 
-def test_a_process_that_is_still_starting_hears_the_signal_later() -> None:
+def test_starting_process_hears_the_signal_later() -> None:
     """The launcher gets it before the process listens; the agent between them, which gets it too, does not die."""
     assert run(["bash", "-c", SUPERVISE, "-", sys.executable, "-c", AGENT], timeout_s=30.0) == "status 0\n"
 
@@ -291,7 +291,7 @@ signal.pause()
 """
 
 
-def test_local_launcher_ends_well_when_a_signal_ends_its_ranks(tmp_path: Path) -> None:
+def test_local_launcher_ends_well_after_a_signal(tmp_path: Path) -> None:
     """In a new folder, where the training is a few lines: torchrun starts two, and ends with status 0."""
     shutil.copytree(LAUNCH, tmp_path / "launch")
     folder = tmp_path / "recipes" / "lightning"
@@ -310,7 +310,7 @@ def test_run_ends_what_a_launcher_leaves_behind() -> None:
 
 
 def test_launcher_returns_the_status_of_the_command() -> None:
-    """Also where no signal came."""
+    """Also if no signal arrived."""
     with pytest.raises(AssertionError, match="exit status 7:"):
         run(["bash", "-c", SUPERVISE, "-", "bash", "-c", "exit 7"], timeout_s=30.0)
 
@@ -333,7 +333,7 @@ def test_signals_do_not_change_the_status() -> None:
 
 
 @pytest.mark.parametrize("name", ["INT", "HUP", "QUIT"])
-def test_other_signals_to_the_launcher_reach_the_command(name: str) -> None:
+def test_other_signals_reach_the_command(name: str) -> None:
     """A terminal that closes must not leave a training behind that ignores SIGTERM."""
     agent = (
         f"import os, signal, sys, time; signal.signal(signal.SIG{name}, lambda *_: sys.exit(5)); "
@@ -447,7 +447,7 @@ def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metada
     return path
 
 
-def test_newest_complete_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
+def test_newest_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
     """The time of completion counts, then the step, if clocks are coarse; one in an older version may be the newest."""
     assert newest_checkpoint(tmp_path / "none") is None
     write_checkpoint(tmp_path / "version_1/checkpoints/epoch=0-step=40.ckpt", age=9)
@@ -466,12 +466,17 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == complete
 
 
-def test_ranks_that_find_other_files_all_fail(tmp_path: Path) -> None:
-    """Two processes, of which one does not see the checkpoint, has other text, or none: no rank is left to wait."""
-    folders = [write_text(tmp_path / str(rank), 60 + rank) for rank in range(2)]
-    output = run_ranks("tests.recipes.disagreeing_worker", *folders, num_ranks=2)
-    same = "all ranks of the group must make the same call, got"
-    for rank in range(2):
-        assert f"rank {rank}: {same} ckpt_path a.ckpt (rank 0), " in output
-        assert f"rank {rank}: {same} fingerprints of the text ['" in output
-        assert f"rank {rank}: folder must hold files that end in '.no', got none in {folders[0]}" in output
+@on_ranks(2)
+def test_ranks_that_find_other_files_all_fail(ctx: Context, tmp_path: Path) -> None:
+    """One does not see the checkpoint, has other text, or none: no rank is left to wait."""
+    torch.distributed.init_process_group("gloo")
+    folders = [write_text(tmp_path / f"{ctx.rank} {rank}", 60 + rank) for rank in range(2)]
+    mine, same = folders[ctx.rank], "^all ranks of the group must make the same call, got "
+    SameCheckpoint("a.ckpt").setup(None, None, "fit")
+    with pytest.raises(ValueError, match=same + r"ckpt_path a.ckpt \(rank 0\), "):
+        SameCheckpoint(None if ctx.rank else "a.ckpt").setup(None, None, "fit")
+    TextData(16, str(folders[0]), ".txt").read()
+    with pytest.raises(ValueError, match=same + r"fingerprints of the text \['"):
+        TextData(16, str(mine), ".txt").read()
+    with pytest.raises(ValueError, match="^folder must hold files that end in '.no', got none in .*0"):
+        TextData(16, str(folders[0]), ".no" if ctx.rank else ".txt").read()

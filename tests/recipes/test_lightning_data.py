@@ -21,32 +21,27 @@ from tests.recipes.launching import write_text
 DOCUMENTS = [b"a", b"bb" * 20, b"ccc", bytes(range(256)), b"d" * 5]
 
 
-def test_packing_keeps_every_byte() -> None:
-    """The sequences, one after another, are the documents, each behind a separator."""
-    text = PackedText(DOCUMENTS, seqlen=16)
-    tokens = torch.cat([text[i]["input_ids"][0] for i in range(len(text))])
-    stream = [x for document in DOCUMENTS for x in (SEPARATOR, *document)]
-    assert tokens.tolist() == stream[: len(text) * 16]
-    assert len(stream) - len(tokens) < 16
-
-
 @pytest.mark.parametrize("seqlen", [1, 2, 7, 16, 64])
-def test_bounds_are_where_documents_start(seqlen: int) -> None:
-    """cu_seqlens names the separators, the sequence's start and its end, and nothing else."""
+def test_packing_keeps_every_byte(seqlen: int) -> None:
+    """The sequences, one after another, are the documents, each behind a separator, from which bounds count."""
     text = PackedText(DOCUMENTS, seqlen)
-    for i in range(len(text)):
-        tokens, bounds = text[i]["input_ids"][0], text[i]["cu_seqlens"]
-        starts = {0, *(tokens == SEPARATOR).nonzero().flatten().tolist()}
-        assert bounds.tolist() == [*sorted(starts), seqlen]
+    tokens = [text[i]["input_ids"][0] for i in range(len(text))]
+    stream = [x for document in DOCUMENTS for x in (SEPARATOR, *document)]
+    assert torch.cat(tokens).tolist() == stream[: len(text) * seqlen] and len(stream) - len(text) * seqlen < seqlen
+    for i, sequence in enumerate(tokens):
+        bounds = text[i]["cu_seqlens"]
+        assert bounds.tolist() == [*sorted({0, *(sequence == SEPARATOR).nonzero().flatten().tolist()}), seqlen]
         assert bounds.dtype == torch.int32
 
 
-def test_text_that_fills_no_sequence_is_refused() -> None:
+def test_text_that_fills_no_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="text must fill a sequence of seqlen 64 tokens, got 4; give more files"):
         PackedText([b"abc"], 64)
+    with pytest.raises(ValueError, match=f"folder must hold files that end in '.md', got none in {tmp_path}"):
+        text_files(str(tmp_path), ".md")
 
 
-def test_standard_library_is_real_text_with_a_held_out_part() -> None:
+def test_standard_library_has_a_held_out_part() -> None:
     """Thousands of sequences by default, a few percent of the files held out, installed packages left out."""
     files = text_files()
     held_out = [name for name, _ in files if is_held_out(name)]
@@ -65,11 +60,6 @@ def test_files_are_the_same_in_any_order_of_the_disk(tmp_path: Path) -> None:
     assert names == sorted(names) and names[:3] == ["a/0.txt", "a/1.txt", "b/0.txt"]
 
 
-def test_folder_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"folder must hold files that end in '.md', got none in {tmp_path}"):
-        text_files(str(tmp_path), ".md")
-
-
 def test_checkpoint_of_other_data_is_refused() -> None:
     """A place in the data means nothing for another length or order."""
     data = TextData(seqlen=16)
@@ -86,7 +76,7 @@ def test_checkpoint_of_other_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("place", "refused"), [("TokenData", True), ("TextData", False), ("OwnData", False)])
-def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: bool) -> None:
+def test_checkpoint_of_another_data_class_is_refused(place: str, refused: bool) -> None:
     """Lightning does not hand its place over: the run began at the first sequence again. A user's data has none."""
     states = {"OwnData": {"seen": 1}} if place == "OwnData" else {place: {"num_consumed": 7}}
     batches = {kind: {"ready": 4, "completed": 4} for kind in ("current", "total")}
@@ -101,7 +91,7 @@ def test_checkpoint_of_another_class_of_data_is_refused(place: str, refused: boo
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_place_in_the_middle_of_a_step_is_that_of_its_begin(dp_size: int) -> None:
+def test_place_within_a_step_is_that_of_its_begin(dp_size: int) -> None:
     """Two steps of four batches, and three batches of the third: of each, every data rank has consumed one sample."""
     batches = {kind: {"ready": 11, "completed": 11} for kind in ("current", "total")}
     checkpoint = {
@@ -146,7 +136,7 @@ def test_model_without_some_of_the_tokens_is_refused(config: dict, got: int) -> 
         ),
     ],
 )
-def test_trainers_that_would_not_do_as_told_are_refused(options: dict, dp_size: int, message: str) -> None:
+def test_trainers_with_other_settings_are_refused(options: dict, dp_size: int, message: str) -> None:
     """All data ranks would train on the same; epochs without end, or that end in a step; ranks that would part."""
     defaults = {"overfit_batches": 0.0, "max_epochs": -1, "limit_train_batches": 1.0, "world_size": 2}
     defaults |= {
@@ -200,15 +190,19 @@ def test_sizes_fill_the_world(data: int | str, context: int | str, world: int, s
     assert mesh_sizes(data, context, world) == sizes
 
 
-@pytest.mark.parametrize(("data", "context"), [(2, 3), ("auto", 3), (3, "auto"), (1, 2), ("auto", 8), (8, "auto")])
-def test_sizes_that_do_not_multiply_are_refused(data: int | str, context: int | str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"must be the number of ranks \(4\), got {data} \* {context}; start \d+ ranks, or set"
-    ):
+@pytest.mark.parametrize(
+    ("data", "context", "message"),
+    [
+        *(
+            (data, context, rf"must be the number of ranks \(4\), got {data} \* {context}; start \d+ ranks, or set")
+            for data, context in ((2, 3), ("auto", 3), (3, "auto"), (1, 2), ("auto", 8), (8, "auto"))
+        ),
+        *(
+            ("auto", size, "context_parallel_size must be 'auto' or a positive integer, got")
+            for size in (0, -1, 1.5, "all")
+        ),
+    ],
+)
+def test_other_sizes_are_refused(data: int | str, context: int | str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         mesh_sizes(data, context, 4)
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, "all"])
-def test_sizes_that_are_no_counts_are_refused(size: object) -> None:
-    with pytest.raises(ValueError, match="context_parallel_size must be 'auto' or a positive integer, got"):
-        mesh_sizes("auto", size, 4)  # type: ignore[arg-type]

@@ -25,19 +25,12 @@ RECIPE = ROOT / "recipes" / "lightning" / "quickstart.yaml"
 STEPS = 4
 
 SCALED_DOWN = {
-    "trainer.max_steps": STEPS,
-    "trainer.val_check_interval": 2,
-    "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision",
-    "checkpoint.every_n_train_steps": 2,
-    "checkpoint.save_top_k": -1,
-    "progress.every_n_steps": 1,
-    "data.seqlen": 96,
-    "data.suffix": ".txt",
-    "data.num_eval_sequences": 2,
-    "model.model.hidden_size": 32,
-    "model.model.intermediate_size": 48,
+    "trainer.max_steps": STEPS, "trainer.val_check_interval": 2,
+    "trainer.plugins": "lightning.pytorch.plugins.DoublePrecision", "checkpoint.every_n_train_steps": 2,
+    "checkpoint.save_top_k": -1, "progress.every_n_steps": 1, "data.seqlen": 96, "data.suffix": ".txt",
+    "data.num_eval_sequences": 2, "model.model.hidden_size": 32, "model.model.intermediate_size": 48,
     "model.model.num_hidden_layers": 2,
-}
+}  # fmt: skip
 
 
 def arguments(folder: Path, name: str, **flags: object) -> list[str | Path]:
@@ -116,7 +109,7 @@ def test_resume_continues_on_another_number_of_ranks(folder: Path, two_ranks: Ru
 
 
 @pytest.mark.parametrize("every_n_epochs", ["null", 1])
-def test_checkpoints_are_judged_by_the_evaluation_of_their_step(folder: Path, every_n_epochs: object) -> None:
+def test_checkpoints_are_judged_by_their_evaluation(folder: Path, every_n_epochs: object) -> None:
     """A save is due at every step, an evaluation after every second: no checkpoint has another step's loss."""
     monitor = {"checkpoint.monitor": "eval_loss/held_out", "checkpoint.mode": "min"}
     epochs = {"checkpoint.every_n_train_steps": 1, "trainer.check_val_every_n_epoch": every_n_epochs}
@@ -148,8 +141,8 @@ def test_signal_ends_a_run_with_a_checkpoint(folder: Path) -> None:
     assert meta["global_step"] == meta["TextData"]["num_consumed"] / 3 == step == STEP + 1
 
 
-def test_run_without_loggers_goes_on_below_its_output_dir(folder: Path) -> None:
-    """Its checkpoints lie there, not where it was started; the second start meets what the first has written."""
+def test_run_without_loggers_stays_in_its_output_dir(folder: Path) -> None:
+    """Its checkpoints are there, not where it was started; the second start meets what the first has written."""
     name, output_dir = "without-loggers", folder / "without-loggers"
     quick = {"loggers": "[]", "checkpoint.every_n_train_steps": 1, "trainer.limit_val_batches": 0}
     for steps in (1, 2):
@@ -165,7 +158,7 @@ def test_run_without_loggers_goes_on_below_its_output_dir(folder: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["lightning", "deepspeed"])
 def test_bucket_is_refused(folder: Path, strategy: str) -> None:
-    """Before the first step: checkpoints would lie in a folder memory: of this machine, and none in the bucket."""
+    """Before the first step: checkpoints would be in a folder memory: of this machine, and none in the bucket."""
     name = f"bucket-{strategy}"
     given = arguments(folder, name, **{"checkpoint.dirpath": "memory://bucket/run"})
     if strategy == "deepspeed":
@@ -176,7 +169,7 @@ def test_bucket_is_refused(folder: Path, strategy: str) -> None:
     assert "step      1 " not in str(failed.value) and not (ROOT / "memory:").exists()
 
 
-def test_last_checkpoint_of_a_run_that_has_none_is_refused(folder: Path) -> None:
+def test_missing_last_checkpoint_is_refused(folder: Path) -> None:
     """Lightning looks for it in the new version's own folder, finds none, warns, and starts from nothing."""
     with pytest.raises(ValueError, match="ckpt_path must be auto or a checkpoint .*, got last, .*; give auto"):
         main(["fit", "--config", *map(str, arguments(folder, "last", ckpt_path="last"))])

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from ringflash.commands import verify
 from ringflash.commands.cli import main
 from tests.helpers.examples import example
-from tests.helpers.forked import forked
+from tests.helpers.ranks import forked
 from tests.recipes.launching import ROOT, run_ranks
 
 README = (ROOT / "README.md").read_text()

@@ -132,7 +132,7 @@ def test_parameters_in_fp16_are_refused() -> None:
     assert module.configure_optimizers()["optimizer"].param_groups[0]["params"]
 
 
-def test_mesh_before_the_processes_have_joined_is_refused() -> None:
+def test_mesh_before_processes_joined_is_refused() -> None:
     from ringflash.lightning import ContextParallelStrategy
 
     with pytest.raises(RuntimeError, match="shard_mesh must be read after the processes have joined"):

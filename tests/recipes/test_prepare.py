@@ -18,7 +18,7 @@ import pytest
 
 from recipes.data.__main__ import _parser, main
 from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
-from tests.helpers.forked import forked
+from tests.helpers.ranks import forked
 from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
@@ -64,7 +64,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.data.prepare.multiprocessing.get_context", lambda method: context)
 
 
-def test_text_and_jsonl_become_bytes_behind_a_separator(tmp_path: Path) -> None:
+def test_text_and_jsonl_become_bytes_and_a_separator(tmp_path: Path) -> None:
     """In the order of the files' names; other files of the folder are named; nothing else is left behind."""
     (write_inputs(tmp_path / "in") / ".git").mkdir()
     (tmp_path / "in" / ".git" / "config.md").write_text("hidden")
@@ -216,23 +216,19 @@ def test_what_an_interruption_may_leave_is_made_again(
     assert len(seen) == 2  # what was done, and the one shard made again
 
 
-def test_finished_folder_is_left_as_it_is(tmp_path: Path) -> None:
-    inputs = write_inputs(tmp_path / "in")
-    prepare([inputs], tmp_path / "out")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    prepare([inputs], tmp_path / "out")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
-
-
-@pytest.mark.parametrize("harm", [truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
-def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    """The errors of a harmed folder say how."""
+@pytest.mark.parametrize(
+    "harm", [None, truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))]
+)
+def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None] | None) -> None:
+    """The errors of a harmed folder say how; a whole one is not written to."""
     inputs = write_inputs(tmp_path / "in")
     prepare([inputs], tmp_path / "out", shard_bytes=300)
-    before = content(tmp_path / "out")
-    harm(tmp_path / "out" / "00001.bin")
+    before, times = content(tmp_path / "out"), {x: x.stat().st_mtime_ns for x in (tmp_path / "out").iterdir()}
+    if harm is not None:
+        harm(tmp_path / "out" / "00001.bin")
     prepare([inputs], tmp_path / "out", shard_bytes=300)
     assert content(tmp_path / "out") == before
+    assert harm is not None or {x: x.stat().st_mtime_ns for x in times} == times
 
 
 def test_links_are_what_their_names_say(tmp_path: Path) -> None:
@@ -379,19 +375,27 @@ def test_formats_that_are_not_read_are_refused(tmp_path: Path, name: str, conten
     assert not (tmp_path / "out").exists()
 
 
-def test_inputs_without_documents_are_refused(tmp_path: Path) -> None:
-    """Missing, of another suffix, or empty."""
-    (tmp_path / "a.md").write_text("x")
-    write_jsonl(tmp_path / "a.json", ["", ""]).rename(tmp_path / "empty")
-    with pytest.raises(ValueError, match="inputs must be files or folders, got .*nowhere; correct the path"):
-        prepare([tmp_path / "nowhere"], tmp_path / "out")
-    with pytest.raises(
-        ValueError, match="inputs must hold a file that is not empty, and in a folder ends in .txt or .jsonl or .ndjson"
-    ):
-        prepare([tmp_path], tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nowhere", {}, "inputs must be files or folders, got .*nowhere; correct the path"),
+        ("other", {}, "must hold a file that is not empty, and in a folder ends in .txt or .jsonl or .ndjson"),
+        ("a.jsonl", {}, "inputs must hold a document that is not empty, got none"),
+        ("in", {"shard_bytes": 0}, "shard_bytes and num_processes must be 1 or more"),
+        ("in", {"num_processes": 0}, "shard_bytes and num_processes must be 1 or more"),
+        ("in", {"bad_lines": "ignore"}, "bad_lines 'error' or 'skip', got 67108864, 1 and 'ignore'"),
+    ],
+)
+def test_inputs_and_options_that_are_none_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], message: str
+) -> None:
+    """Inputs that are missing, of another suffix, or empty."""
+    write_inputs(tmp_path / "in")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.md").write_text("x")
     write_jsonl(tmp_path / "a.jsonl", ["", ""])
-    with pytest.raises(ValueError, match="inputs must hold a document that is not empty, got none"):
-        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path / name], tmp_path / "out", **options)
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: Path) -> None:
@@ -410,19 +414,6 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: P
         ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in .*"
     ):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shard_bytes": 0}, "shard_bytes and num_processes must be 1 or more"),
-        ({"num_processes": 0}, "shard_bytes and num_processes must be 1 or more"),
-        ({"bad_lines": "ignore"}, "bad_lines 'error' or 'skip', got 67108864, 1 and 'ignore'"),
-    ],
-)
-def test_options_that_are_none_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare([write_inputs(tmp_path / "in")], tmp_path / "out", **options)
 
 
 def test_processes_are_those_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

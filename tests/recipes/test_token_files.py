@@ -106,7 +106,7 @@ def test_no_changed_byte_passes_the_check(folder: Path, name: str, byte: int) ->
 
 
 @pytest.mark.parametrize("vocab_size", [7, 9])
-def test_a_token_outside_the_vocabulary_is_named_by_the_check(folder: Path, vocab_size: int) -> None:
+def test_check_names_a_token_outside_the_vocabulary(folder: Path, vocab_size: int) -> None:
     """The checksum cannot tell: the header states both."""
     edit(lambda h: h.update(vocab_size=vocab_size))(folder)
     with pytest.raises(TokenFileError, match="checksums and the vocabulary of their header, got others in 00001.bin"):
@@ -121,9 +121,7 @@ def test_a_header_without_the_newer_counts_is_read(folder: Path) -> None:
     assert read_all(folder) == DOCUMENTS
 
 
-def test_a_file_has_its_name_only_once_its_content_is_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_has_its_name_once_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a power failure may leave a whole name on half a file."""
     done: list[str] = []
     for name in ("fsync", "replace"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_every_token_is_seen_once_in_an_epoch(
         assert sorted(seen) == [token for document in documents for token in document]
 
 
-def test_every_epoch_has_an_order_of_its_own() -> None:
+def test_every_epoch_has_another_order() -> None:
     """Each of all sequences; another seed has others."""
 
     def epochs(seed: int) -> list[list[int]]:
@@ -174,7 +175,7 @@ def test_rank_reads_its_chunks_and_one_token_more(
 
 @SHARED
 @given(st.integers(2, 300), st.sampled_from([0.5, 5.0, 50.0]), st.integers(0, 99))
-def test_split_holds_out_the_same_documents_for_every_seed(count: int, percent: float, seed: int) -> None:
+def test_split_holds_out_the_same_for_every_seed(count: int, percent: float, seed: int) -> None:
     """Each document in one of the parts; the seed only changes the order of training."""
     trained, held_out = split(count, percent, seed)
     assert sorted([*trained.tolist(), *held_out.tolist()]) == list(range(count))
@@ -194,7 +195,7 @@ def test_mixed_documents_are_the_same_ones(lengths: list[int], seed: int) -> Non
     assert torch.equal(mixed, mix_lengths(documents.clone(), sizes[documents]))
 
 
-def test_sequences_of_mixed_documents_have_similar_work() -> None:
+def test_mixed_documents_make_similar_work() -> None:
     """Lengths of 128 to 32k, sequences of 262,144 tokens: the sums of squares differ by a third as much as shuffled."""
     lengths = (128 * 256 ** torch.rand(20000, generator=torch.Generator().manual_seed(0))).long()
     orders = [shuffled(len(lengths), name) for name in "ab"]
@@ -212,22 +213,22 @@ def work_of_sequences(lengths: torch.Tensor) -> torch.Tensor:
     return torch.zeros(count).double().index_add_(0, bounds[:-1] >> 18, bounds.diff().double() ** 2)
 
 
-def test_split_of_one_document_is_refused() -> None:
-    """A book in one file: nothing would be left to train on."""
-    with pytest.raises(ValueError, match="documents must be more than the 1 that held_out_percent 5.0 holds out, got"):
-        split(1, 5.0, 0)
-
-
-def test_length_that_cannot_be_cut_and_no_documents_are_refused(tmp_path: Path) -> None:
+def test_uncut_length_and_no_documents_are_refused(tmp_path: Path) -> None:
     """With what must hold; also a sequence that is not there, so that a loop over all of them ends."""
     files = write_tokens(tmp_path, [[1, 2, 3]], 1)
-    with pytest.raises(ValueError, match=r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"):
-        TokenSequences(files, torch.arange(1), 6, cp_size=2)
-    assert len(list(TokenSequences(files, torch.arange(1), 2))) == 2  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="layout must not be 'documents' for packed token files, got it"):
-        TokenSequences(files, torch.arange(2), 8, cp_size=2, layout="documents")
+
+    def sequences(count: int, seqlen: int, **options: Any) -> TokenSequences:
+        return TokenSequences(files, torch.arange(count), seqlen, **options)
+
+    assert len(list(sequences(1, 2))) == len(list(PackedText([b"abcdefg"], 4))) == 2  # type: ignore[call-overload]
     with pytest.raises(IndexError, match="index must be from 0 to 1, got -1; sequences end there"):
-        TokenSequences(files, torch.arange(1), 2)[-1]
-    assert len(list(PackedText([b"abcdefg"], 4))) == 2  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="documents must not be empty, got none; prepare more text"):
-        TokenSequences(files, torch.arange(0), 4)
+        sequences(1, 2)[-1]
+    for call, message in (
+        (partial(sequences, 1, 6, cp_size=2), r"seqlen must be divisible by 2 \* cp_size \(4\), got 6; pad to 8"),
+        (partial(sequences, 2, 8, cp_size=2, layout="documents"), "layout must not be 'documents' for packed token"),
+        (partial(sequences, 0, 4), "documents must not be empty, got none; prepare more text"),
+        # a book in one file: nothing would be left to train on
+        (partial(split, 1, 5.0, 0), "documents must be more than the 1 that held_out_percent 5.0 holds out, got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -55,7 +55,7 @@ def test_the_documents_example_passes(reports: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("place", ["import", "build"])
-def test_a_rank_that_fails_alone_ends_all_with_its_error(reports: dict[str, Any], place: str) -> None:
+def test_error_of_one_rank_ends_all(reports: dict[str, Any], place: str) -> None:
     """The others used to wait for it half an hour without a message."""
     assert [rank["status"] for rank in reports[place]] == [2, 2]
     assert "planted" in reports[place][0]["errors"]
@@ -75,7 +75,7 @@ def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> No
 
 
 def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
-    """With the diff of docs/wrapping.md it cuts its batches itself."""
+    """With the diff of docs/lightning.md it cuts its batches itself."""
     report = reports["own"]
     assert (report["status"], report["passed"], failed(report)) == (0, True, [])
     assert {check["name"] for check in report["checks"] if check["verdict"] == "not compared"} == {
@@ -84,7 +84,7 @@ def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
     }
 
 
-def test_positions_of_the_shard_in_a_module_of_ones_own_are_named(reports: dict[str, Any]) -> None:
+def test_shard_positions_of_a_module_are_named(reports: dict[str, Any]) -> None:
     """Verify finds them before the check that the module brings along."""
     report = reports["misplaced"]
     assert report["status"] == 1 and "layer outputs" in failed(report)

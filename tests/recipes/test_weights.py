@@ -17,8 +17,10 @@ from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
 from ringflash.lightning.module import build_model
-from tests.recipes.launching import run_ranks, write_text
-from tests.recipes.strategy_worker import CONFIG, SEQLEN
+from tests.helpers.pool import Launches
+from tests.recipes.launching import write_text
+from tests.recipes.test_strategy import CONFIG, SEQLEN
+from tests.recipes.weights_worker import found
 
 MOE = {
     "moe_intermediate_size": 24, "num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6,
@@ -29,21 +31,13 @@ LATENT = {
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 FAMILIES = {
-    "mixtral": MOE,
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24},
-    "qwen3_moe": MOE,
-    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"},
-    "deepseek_v3": {**MOE, **LATENT},
-    "olmoe": MOE,
-    "glm4_moe": {**MOE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "gpt_oss": MOE,
-    "llama4_text": {**MOE, "intermediate_size_mlp": 48},
-    "granitemoe": MOE,
-    "phimoe": MOE,
+    "mixtral": MOE, "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 24}, "qwen3_moe": MOE,
+    "deepseek_v2": {**MOE, **LATENT, "topk_method": "greedy"}, "deepseek_v3": {**MOE, **LATENT}, "olmoe": MOE,
+    "glm4_moe": {**MOE, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, "gpt_oss": MOE,
+    "llama4_text": {**MOE, "intermediate_size_mlp": 48}, "granitemoe": MOE, "phimoe": MOE,
     "ernie4_5_moe": {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 24},
-    "minimax_m2": MOE,
-    "gpt_neox": {},
-}
+    "minimax_m2": MOE, "gpt_neox": {},
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e5}
 
 
@@ -89,17 +83,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def out(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Results of two ranks."""
-    out = tmp_path_factory.mktemp("found")
-    run_ranks("tests.recipes.weights_worker", folder, out, num_ranks=2)
-    return out
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("found")
 
 
 @pytest.fixture(scope="module")
-def ranks(out: Path) -> list[dict[str, Any]]:
-    """The same, read."""
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+def ranks(pool: Launches, folder: Path, out: Path) -> list[dict[str, Any]]:
+    """Findings of each of two ranks, which leave checkpoints in <out>."""
+    return pool.run(found, folder, out, size=2)
 
 
 def first_loss(model: nn.Module, folder: Path) -> float:
@@ -139,19 +130,19 @@ def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
         assert sum(held) == whole and max(held) <= 0.52 * whole
 
 
-def test_what_transformers_keeps_in_fp32_is_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
+def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
     """Parameters of Ernie 4.5's routers, in a model whose layers are in bf16."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "fp32 routers", dtype=torch.bfloat16)
-    want = {name: [str(p.dtype), p.double().norm().item()] for name, p in model.named_parameters()}
+    want = {name: (str(p.dtype), p.double().norm().item()) for name, p in model.named_parameters()}
     assert sum(dtype == "torch.float32" for dtype, _ in want.values()) == 2
     for rank in ranks:
         assert rank["in_bf16"]["before"] == want
         assert math.isfinite(rank["in_bf16"]["loss"])
 
 
-def test_drawn_values_depend_on_the_seed_alone(ranks: list[dict[str, Any]]) -> None:
+def test_drawn_values_depend_only_on_the_seed(ranks: list[dict[str, Any]]) -> None:
     """Two ranks' shards are the whole parameters that one process draws."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -225,15 +216,6 @@ def test_wrong_experts_are_named(tmp_path: Path, name: str, shape: tuple[int, ..
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message.format(experts)):
         load_weights(on_meta(model_type="qwen3_moe", **MOE), torch.device("cpu"), tmp_path)
-
-
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    """Their scales would be missing from them, and the exported configuration would say what is no longer true."""
-    transformers_model().save_pretrained(tmp_path)
-    model = on_meta()
-    model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match="must hold plain weights, got quantization_config .*'fp8'.*; dequantize it"):
-        load_weights(model, torch.device("cpu"), tmp_path)
 
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +416,7 @@ def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path
     ],
     ids=["new", "old", "old and scaled"],
 )
-def test_rope_parameters_take_the_place_of_the_checkpoints(before: dict[str, Any]) -> None:
+def test_rope_parameters_replace_the_checkpoints(before: dict[str, Any]) -> None:
     """Whichever keys it has; its base stays where none is given. Older keys are refused: they would not count."""
     from transformers import AutoConfig
 
@@ -454,14 +436,23 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str) -> None:
         read_config(tmp_path)
 
 
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """Their scales would be missing from them, and the exported configuration would say what is no longer true."""
+    transformers_model().save_pretrained(tmp_path)
+    model = on_meta()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="must hold plain weights, got quantization_config .*'fp8'.*; dequantize it"):
+        load_weights(model, torch.device("cpu"), tmp_path)
+
+
 def test_export_refuses_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
-    assert "must be a complete distributed checkpoint" in capsys.readouterr().err
     (tmp_path / "zero.ckpt").mkdir()
     (tmp_path / "zero.ckpt" / "latest").touch()
-    assert main([str(tmp_path / "zero.ckpt"), str(tmp_path / "out")]) == 1
-    assert "got one of DeepSpeed; the zero_to_fp32.py in it writes its weights" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing"), str(tmp_path)]) == 1
-    assert "must not exist yet" in capsys.readouterr().err
-    assert main([str(tmp_path / "nothing"), str(tmp_path / "out"), "--tokenizer", str(tmp_path / "nowhere")]) == 1
-    assert "must be a directory with a tokenizer's files, got none in" in capsys.readouterr().err
+    for name, out, options, message in (
+        ("nothing", "out", [], "must be a complete distributed checkpoint"),
+        ("zero.ckpt", "out", [], "got one of DeepSpeed; the zero_to_fp32.py in it writes its weights"),
+        ("nothing", "", [], "must not exist yet"),
+        ("nothing", "out", ["--tokenizer", "/nowhere"], "must be a directory with a tokenizer's files, got none in"),
+    ):
+        assert main([str(tmp_path / name), str(tmp_path / out), *options]) == 1
+        assert message in capsys.readouterr().err

@@ -1,14 +1,7 @@
-"""Checkpoints in and out on every rank of one launch; what each rank found goes to <out>/<rank>.json.
-
-    torchrun --nproc_per_node 2 -m tests.recipes.weights_worker <folder> <out>
-
-<folder> holds untied, tied, experts, uneven, fp32 routers and wrong, checkpoint directories of transformers, and texts.
-"""
+"""Checkpoints in and out on two ranks, for test_weights.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +9,15 @@ from typing import Any
 
 import safetensors
 import torch
-import torch.distributed as dist
 from lightning import Callback
 from lightning.pytorch.plugins import DoublePrecision
 from torch.distributed.tensor import DTensor
 
-from ringflash.lightning import CausalLM
+from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.memory import Memory
-from tests.recipes.strategy_worker import CONFIG, Recorder, data, trainer_with
+from tests.helpers.pool import Context
+from tests.recipes.launching import error_of
+from tests.recipes.test_strategy import CONFIG, Recorder, data, trainer_with
 
 
 @contextmanager
@@ -65,8 +59,9 @@ def started(folder: Path, name: str, save: Path | None = None) -> dict[str, Any]
     options = {"attention_dropout": 0.0, "experts_implementation": "eager"}  # the default has no fp64
     recorder, module = Recorder(), CausalLM(options, pretrained=str(folder / name))
     trainer = trainer_with(
-        plugins=[DoublePrecision()], max_steps=1, limit_val_batches=0, callbacks=[recorder], strategy=strategy()
-    )
+        plugins=[DoublePrecision()], max_steps=1, limit_val_batches=0, callbacks=[recorder],
+        strategy=ContextParallelStrategy(),
+    )  # fmt: skip
     with counted_reads() as reads:
         trainer.fit(module, datamodule=data(str(folder / "texts")))
     if save is not None:
@@ -81,13 +76,6 @@ def started(folder: Path, name: str, save: Path | None = None) -> dict[str, Any]
     }
 
 
-def strategy() -> Any:
-    """One sequence over both ranks."""
-    from ringflash.lightning import ContextParallelStrategy
-
-    return ContextParallelStrategy()
-
-
 def in_bf16(folder: Path) -> dict[str, Any]:
     """A step under bf16-true: what each parameter was before it, its dtype, and its norm."""
     options, found = {"attention_dropout": 0.0, "experts_implementation": "eager"}, {}
@@ -100,36 +88,30 @@ def in_bf16(folder: Path) -> dict[str, Any]:
     module = CausalLM(options, pretrained=str(folder), memory=Memory("attention_kept"))
     trainer = trainer_with(
         precision="bf16-true", max_steps=1, gradient_clip_val=1.0, limit_val_batches=0, callbacks=[Before()],
-        strategy=strategy(),
+        strategy=ContextParallelStrategy(),
     )  # fmt: skip
     trainer.fit(module, datamodule=data(str(folder.parent / "texts")))
     return {"before": found, "loss": trainer.callback_metrics["loss"].item()}
 
 
-def drawn(seed: int) -> dict[str, float]:
+def drawn(folder: Path, seed: int) -> dict[str, float]:
     """Norms of parameters drawn from a seed, shards of both ranks together."""
     module = CausalLM(CONFIG, seed=seed)
-    trainer = trainer_with(plugins=[DoublePrecision()], limit_train_batches=0, limit_val_batches=0, strategy=strategy())
-    trainer.fit(module, datamodule=data(sys.argv[1] + "/texts"))
+    trainer = trainer_with(
+        plugins=[DoublePrecision()], limit_train_batches=0, limit_val_batches=0, strategy=ContextParallelStrategy()
+    )
+    trainer.fit(module, datamodule=data(str(folder / "texts")))
     return {name: p.full_tensor().norm().item() for name, p in module.named_parameters()}
 
 
-def main() -> None:
-    folder, out = map(Path, sys.argv[1:])
+def found(ctx: Context, folder: Path, out: Path) -> dict[str, Any]:
+    """Return what a rank finds; the folder holds checkpoint directories of transformers, and texts."""
+    torch.manual_seed(0)
     found: dict[str, Any] = {"untied": started(folder, "untied", save=out / "saved.ckpt")}
     found["tied"] = started(folder, "tied")
-    found["experts"] = started(folder, "experts", save=out / "experts.ckpt")
-    found["uneven"] = started(folder, "uneven", save=out / "uneven.ckpt")
+    for name in ("experts", "uneven"):
+        found[name] = started(folder, name, save=out / f"{name}.ckpt")
     found["in_bf16"] = in_bf16(folder / "fp32 routers")
-    found["drawn"] = drawn(seed=5)
-    try:
-        wrong = folder / ("wrong" if dist.get_rank() == 1 else "untied")
-        started(wrong.parent, wrong.name)
-    except ValueError as error:
-        found["error"] = str(error)
-    (out / f"{dist.get_rank()}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    main()
+    found["drawn"] = drawn(folder, seed=5)
+    found["error"] = error_of(started, folder, "wrong" if ctx.rank == 1 else "untied")
+    return found

@@ -53,7 +53,7 @@ def test_rows_in_fp8(tmp_path: Path) -> None:
         assert result["transport_bytes"] == {"ringflash, gloo": 3 * 2 * 64 * 2 * 64 * 4 + records}
 
 
-def test_rows_are_asked_for_by_the_names_of_their_results() -> None:
+def test_rows_are_named_as_their_results() -> None:
     """A pattern that is found in no name asks for nothing."""
     assert [is_asked_for(row, "causal, forward$") for row in TOY] == [True, *[False] * (len(TOY) - 1)]
     assert all(is_asked_for(row, r"forward \+ backward$") for row in TOY)
@@ -77,7 +77,7 @@ def test_heads_that_cannot_be_shared_out_are_no_ideal() -> None:
         bench(setting, dict(IDEALS_BY_HEADS), 1, 1.0)
 
 
-def test_the_ideal_is_the_faster_kernel_divided_by_the_devices() -> None:
+def test_ideal_is_the_faster_kernel_by_devices() -> None:
     got = shares({"one device, ringflash": 80.0, "one device, flash-attn-4": 64.0, "Ulysses": 10.0}, 8)
     assert got["ideal_ms"] == 8.0 and got["percent"] == {"Ulysses": pytest.approx(80.0)}
     got = shares({"one device, flash-attn-4, a share of the heads": 8.0, "Ulysses": 10.0}, 8)

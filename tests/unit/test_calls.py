@@ -116,7 +116,7 @@ class Ones(MergedBackward):
 
 
 def test_merged_gradients_into_views() -> None:
-    """dq goes to the heads of a larger tensor, dk and dv, stored in fp32, lie between one another."""
+    """dq goes to the heads of a larger tensor, dk and dv, stored in fp32, are interleaved."""
     q = torch.zeros(1, LENGTH, 2, 8, dtype=torch.bfloat16)
     backward = Ones(q, q, q, torch.zeros(1, 2, LENGTH), softmax_scale=1.0)
     mask = Mask.of(LENGTH, LENGTH, [Region(0, 4, 0, 6), Region(4, 8, 6, 8)])

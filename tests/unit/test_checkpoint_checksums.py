@@ -79,7 +79,7 @@ def test_damaged_checksums_are_an_error(checkpoint: Path, content: str) -> None:
         check_checkpoint(checkpoint)
 
 
-def test_checkpoint_without_checksums_loads_with_a_note(checkpoint: Path) -> None:
+def test_checkpoint_without_checksums_is_noted(checkpoint: Path) -> None:
     """A checkpoint of an older version, or of torch: the first rank warns once."""
     (checkpoint / CHECKSUMS).unlink()
     with pytest.warns(UserWarning, match=r"a.ckpt has no checksums.json: damaged tensors in it would not be found"):

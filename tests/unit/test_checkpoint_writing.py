@@ -31,7 +31,7 @@ def save(writer: CheckpointWriter, path: Path) -> None:
     writer.save({"state_dict": {"weight": torch.ones(3)}}, {"global_step": 1}, path)
 
 
-def test_older_checkpoint_is_removed_after_the_newer_one(writer: CheckpointWriter, tmp_path: Path) -> None:
+def test_older_checkpoint_is_removed_last(writer: CheckpointWriter, tmp_path: Path) -> None:
     older, newer = tmp_path / "older.ckpt", tmp_path / "newer.ckpt"
     save(writer, older)
     save(writer, newer)
@@ -41,7 +41,7 @@ def test_older_checkpoint_is_removed_after_the_newer_one(writer: CheckpointWrite
     check_together(newer)
 
 
-def test_older_checkpoint_outlives_a_newer_one_that_failed(
+def test_older_checkpoint_outlives_a_failed_one(
     writer: CheckpointWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`ModelCheckpoint` asks for the removal before it can know."""

@@ -59,7 +59,7 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("setting, segment", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("register", [None, "1", "0"])
-def test_capture_beside_expandable_segments(
+def test_capture_with_expandable_segments(
     monkeypatch: pytest.MonkeyPatch, register: str | None, setting: bool, segment: bool
 ) -> None:
     """Programs switch them on and off at run time, and memory stays what it is."""

@@ -163,7 +163,7 @@ def test_nccl_waits_for_no_peer_after_an_error(said: dict[str, list[str]]) -> No
     assert "child" not in said  # of a rank: ends nothing
 
 
-def test_a_rank_that_exits_alone_does_not_hang(said: dict[str, list[str]]) -> None:
+def test_a_single_rank_that_exits_does_not_hang(said: dict[str, list[str]]) -> None:
     """Destroying a communicator is a collective call: the peers, which wait for this rank's next call, do not join."""
     assert said["exits alone"] == [DEVICE, "aborts"], said["errors"]
 

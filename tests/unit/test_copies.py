@@ -94,7 +94,7 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
     assert all(torch.equal(target, source) for target, source in pairs) and driver.calls == [(3, 7)]
 
 
-def test_copies_within_a_gpu_come_behind_those_of_peers(driver: Driver) -> None:
+def test_copies_within_a_gpu_follow_those_of_peers(driver: Driver) -> None:
     """They wait for SMs, which a kernel may keep to its end."""
     memory = CopyEngine.__new__(CopyEngine)
     memory.rank, memory._device, memory.known = 1, CPU, None

@@ -52,7 +52,7 @@ def test_kinds(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_optimizer_is_what_comes_after_the_mark() -> None:
+def test_optimizer_is_what_follows_the_mark() -> None:
     """But for communication; a kernel that began before belongs to the backward."""
     found = step_spans(
         [
@@ -69,7 +69,7 @@ def test_optimizer_is_what_comes_after_the_mark() -> None:
 
 
 def test_what_hides_behind_another_kind_is_not_counted() -> None:
-    """Communication from 2 to 10 lies behind attention to 4 and linear from 5 to 7; nothing runs from 10 to 12."""
+    """Communication from 2 to 10 is hidden by attention to 4 and by linear from 5 to 7; nothing runs from 10 to 12."""
     spans = [
         Span("communication", 2, 10), Span("attention", 0, 4), Span("linear", 5, 7), Span("linear", 3, 4.5),
         Span("other", 12, 13),
@@ -83,13 +83,11 @@ def test_what_hides_behind_another_kind_is_not_counted() -> None:
 
 spans = st.lists(
     st.builds(
-        lambda kind, begin, length: Span(kind, begin, begin + length),
-        st.sampled_from(PRECEDENCE),
-        st.integers(0, 60),
+        lambda kind, begin, length: Span(kind, begin, begin + length), st.sampled_from(PRECEDENCE), st.integers(0, 60),
         st.integers(0, 20),
     ),
     max_size=12,
-)
+)  # fmt: skip
 
 
 @given(spans)

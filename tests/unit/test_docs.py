@@ -58,7 +58,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [*(f"{page.relative_to(ROOT)}" for page in PAGES), quotes.SIDECAR])
-def test_tables_and_figures_are_those_of_the_committed_results(name: str, written: Path) -> None:
+def test_tables_and_figures_are_those_of_results(name: str, written: Path) -> None:
     """`make figures` writes them anew."""
     assert (written / name).read_text() == (ROOT / name).read_text()
 
@@ -126,7 +126,7 @@ def test_readme_is_short() -> None:
     assert len(lines) <= 90 and max(len(line) for line in lines) <= 120
 
 
-def test_whole_steps_are_written_beside_their_plan() -> None:
+def test_whole_steps_are_written_with_their_plan() -> None:
     """Seconds of every timed step, the rest of the last one, and parts that add up to it."""
     parts = {"attention": 9.0, "linear": 2.5, "communication": 0.25, "idle": 0.25}
     step = {

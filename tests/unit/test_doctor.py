@@ -25,7 +25,7 @@ from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import tell_apart
 from ringflash.commands.doctor.judge import declared_ranges, differences, judge
 from ringflash_kernels.api import TRITON_RELEASES
-from tests.recipes.launching import Ranks, run_ranks
+from tests.helpers.ranks import Ranks, run_ranks
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
 HEALTHY: dict[str, Any] = {
@@ -71,8 +71,9 @@ def test_a_version_outside_its_range_is_a_fault(name: str, version: str) -> None
 
 
 def test_version_newer_than_tested_is_a_warning() -> None:
-    """Not a patch of one: transformers 5.24 was wrong within the declared range."""
+    """Not a patch of one (transformers 5.24 was wrong within the declared range), a local or a development version."""
     assert said(packages=packages(torch="2.15.9+cu132", transformers="5.24.1")) == []
+    assert said(packages=packages(torch="2.13.0+cpu", triton="3.7.0.dev1")) == []
     (line,) = said(packages=packages(transformers="5.99.0"))
     assert line == ("warning", "transformers", "5.99.0, newer than 5.24.0, the newest that was tested")
 
@@ -84,13 +85,9 @@ def test_triton_is_shown_with_what_is_known_of_it() -> None:
     assert line == "3.6.0; tested on GPUs: {}; speed relative to 3.6: {}".format(*TRITON_RELEASES["3.6"][1:])
 
 
-def test_a_core_package_that_is_missing_is_a_fault_and_others_are_not() -> None:
+def test_only_a_missing_core_package_is_a_fault() -> None:
     rest = {k: v for k, v in HEALTHY["packages"].items() if k not in ("torch", "deepspeed")}
     assert said(packages=rest) == [("fault", "torch", "not installed")]
-
-
-def test_local_and_development_versions_count() -> None:
-    assert said(packages=packages(torch="2.13.0+cpu", triton="3.7.0.dev1")) == []
 
 
 @pytest.mark.parametrize(
@@ -123,8 +120,10 @@ def test_each_fault_is_seen(changed: dict[str, Any], level: str, what: str, foun
     ],
 )  # fmt: skip
 def test_variables_that_hurt(name: str, value: str, hurts: bool) -> None:
-    got = said(environment={**HEALTHY["environment"], name: value})
-    assert got == ([("warning", "environment", f"{name}={value}")] if hurts else [])
+    """The newer name of the allocator's variable counts, too."""
+    for allocator in (*HEALTHY["environment"], "PYTORCH_ALLOC_CONF"):
+        got = said(environment={allocator: "expandable_segments:True", name: value})
+        assert got == ([("warning", "environment", f"{name}={value}")] if hurts else [])
 
 
 def test_ranges_are_those_of_the_project() -> None:
@@ -151,7 +150,7 @@ def test_hosts_that_differ_are_named() -> None:
     assert (finding.level, finding.found) == ("ok", "2, alike")
 
 
-def test_hosts_of_one_name_are_told_apart_by_their_boots() -> None:
+def test_hosts_of_one_name_differ_by_their_boots() -> None:
     """Hosts made from one image; and containers of one host, whose names differ."""
     told = tell_apart({0: {**HEALTHY, "host": "node", "boot": "1a"}, 1: {**HEALTHY, "host": "node", "boot": "2b"}})
     assert [facts["host"] for facts in told.values()] == ["node (1a)", "node (2b)"]
@@ -168,11 +167,7 @@ def test_a_system_without_a_boots_id_has_its_name(monkeypatch: pytest.MonkeyPatc
     assert str(this_host()) == platform.node()
 
 
-def test_the_newer_name_of_the_allocators_variable_counts() -> None:
-    assert said(environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == []
-
-
-def test_each_host_is_judged_once_and_missing_ranks_are_named() -> None:
+def test_hosts_are_judged_once_missing_ranks_named() -> None:
     sick = {**HEALTHY, "host": "b", "open_files": 10}
     findings = examine({0: HEALTHY, 1: sick, 2: sick}, missing=[3, 5])
     assert findings[0].level == "fault" and findings[0].found == "rank 3, 5 did not answer"
@@ -206,10 +201,9 @@ def test_probes_try_a_kernel_and_a_ring(capsys: pytest.CaptureFixture[str]) -> N
     assert said["ring over 2 ranks, gloo"]["found"].endswith("GB/s each way")
 
 
-def test_a_kernel_that_computes_wrongly_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": 40.0}, ""))
-    assert _kernel("cuda:3", 1.0).level == "fault"
-    monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": float("nan")}, ""))
+@pytest.mark.parametrize("spent", [40.0, float("nan")])
+def test_a_kernel_that_computes_wrongly_is_a_fault(monkeypatch: pytest.MonkeyPatch, spent: float) -> None:
+    monkeypatch.setattr(command, "_probe", lambda *_: ({"impl": "hopper", "spent": spent}, ""))
     assert _kernel("cuda:3", 1.0).level == "fault"
 
 
@@ -235,30 +229,26 @@ def test_a_probe_measures_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None
     assert probe.kernel(torch.device("cpu"))["spent"] > 10
 
 
-def test_a_probe_that_hangs_or_fails_ends_in_time(tmp_path: Path) -> None:
+RANK = "import time; time.sleep(60)"
+LAUNCH = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}], start_new_session=True)"
+LOGS = "print('NCCL INFO cudaDriverVersion'); print('{\"a\": 1}'); print('NCCL INFO comm 0x1 - Destroy COMPLETE')"
+
+
+@pytest.mark.parametrize("code", [RANK, LAUNCH])
+def test_a_probe_that_hangs_ends_in_time(code: str) -> None:
+    """With processes in other sessions, as torchrun starts them: they hold the pipe, and the GPU."""
     start = time.monotonic()
-    assert _probe([sys.executable, "-c", "import time; time.sleep(60)"], 1.0) == ({}, "no answer in 1 s")
+    assert _probe([sys.executable, "-c", code], 1.0) == ({}, "no answer in 1 s")
     assert time.monotonic() - start < 30
+
+
+def test_a_probe_is_heard(tmp_path: Path) -> None:
+    """Errors, silence, and a result among the logs that NCCL writes to stdout under NCCL_DEBUG=INFO."""
     program = tmp_path / "fails.py"  # whose lines are in the traceback
     program.write_text("raise RuntimeError('no device')")
-    _, error = _probe([sys.executable, str(program)], 30.0)
-    assert error == "exit status 1: RuntimeError: no device"
+    assert _probe([sys.executable, str(program)], 30.0)[1] == "exit status 1: RuntimeError: no device"
     assert _probe([sys.executable, "-c", "pass"], 30.0) == ({}, "exit status 0, and nothing printed")
-
-
-def test_a_result_is_found_among_the_logs() -> None:
-    """NCCL writes to stdout under NCCL_DEBUG=INFO, also when its communicators end."""
-    text = "print('NCCL INFO cudaDriverVersion'); print('{\"a\": 1}'); print('NCCL INFO comm 0x1 - Destroy COMPLETE')"
-    assert _probe([sys.executable, "-c", text], 30.0) == ({"a": 1}, "")
-
-
-def test_processes_with_sessions_of_their_own_end_with_a_probe() -> None:
-    """torchrun starts its ranks so: one that hangs holds the pipe, and the GPU, until it is killed."""
-    rank = "import time; time.sleep(60)"
-    launch = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}], start_new_session=True)"
-    start = time.monotonic()
-    assert _probe([sys.executable, "-c", launch], 1.0) == ({}, "no answer in 1 s")
-    assert time.monotonic() - start < 30
+    assert _probe([sys.executable, "-c", LOGS], 30.0) == ({"a": 1}, "")
 
 
 HOSTS = """

@@ -69,7 +69,7 @@ def test_flops_are_those_torch_counts(family: str, options: dict[str, Any]) -> N
     assert counter.get_total_flops() == pytest.approx(ours + square, abs=rotary)
 
 
-def test_parameters_that_nobody_can_place_are_not_counted() -> None:
+def test_parameters_without_a_place_are_not_counted() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))

@@ -9,7 +9,7 @@ from ringflash_kernels import attention_backward, attention_forward, begin_backw
 from ringflash_kernels.api import needs_row_max
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, PRODUCTS, Fp8ReferenceBackward
 from ringflash_kernels.mask import Mask, Region
-from tests.emulator.oracle import attention
+from tests.helpers.mask_oracle import attention
 from tests.helpers.nan_reach import PLACES, check_reach, plant
 
 _NAMES = ("dq", "dk", "dv")

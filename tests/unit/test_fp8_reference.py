@@ -110,7 +110,7 @@ def test_what_is_not_finite_stays_in_its_row(broken: float) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "most", "causal"), [(64, 1.6e-2, True), (128, 9.3e-3, False), (128, 9.3e-3, True), (256, 7.7e-3, True)]
 )
-def test_error_beside_exact_attention(head_dim: int, most: float, causal: bool) -> None:
+def test_error_against_exact_attention(head_dim: int, most: float, causal: bool) -> None:
     """On normal numbers 6% of what is returned; on FlashAttention-3's outliers its published class of error."""
     for kind, bound in ((False, None), (True, most)):
         q, k, v = qkv(2048, head_dim, outliers=kind)

@@ -201,10 +201,10 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
 
 
 @given(SHORT | LONG, st.booleans())
-@example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more come to rank 15 than any gathers
+@example((SequenceMask(2048, cu_seqlens=(0, 929, 2048)), 16, "zigzag"), True)  # more arrive at rank 15 than any gathers
 @settings(max_examples=40, deadline=None)
 def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) -> None:
-    """The number by which all ranks alike choose to gather by heads; of some documents more come home than go out."""
+    """The number by which all ranks alike choose to gather by heads; of some documents more return than are sent."""
     chosen = sections.Sections((1, 3), (1, 2, 1))
     ranks, whole = of_all(problem), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)
@@ -225,7 +225,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
     assert len(said) == 1
 
 
-def test_a_thousand_ranks_take_the_host_no_longer_than_a_kernel_or_two() -> None:
+def test_a_thousand_ranks_are_planned_quickly() -> None:
     """Packed data bring a new mask with every step: 0.03 s, where comparing all ranks with all took seconds."""
     bounds = tuple(range(0, 1 << 24, 1 << 11))
     begun = time.process_time()

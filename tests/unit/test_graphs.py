@@ -153,7 +153,7 @@ def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: CopyEng
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_captured_areas_of_messages_outlive_their_growth(capture: Capture, captured: bool) -> None:
+def test_captured_message_areas_outlive_their_growth(capture: Capture, captured: bool) -> None:
     memory = NcclGather(mock.Mock(rank=0, members=()), CPU)
     memory.reserve("kv", 16)
     old = memory._areas["kv"]
@@ -318,7 +318,7 @@ def test_what_a_mask_keeps_is_not_made_in_a_capture(monkeypatch: pytest.MonkeyPa
     assert mask.bounds()[0].tolist() == [0, 0, 0, *[3] * 6]  # of the CPU
 
 
-def test_streams_have_counters_of_their_own_that_are_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_have_separate_counters_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """One stream's zeros may lie behind much other work when another stream launches."""
     waited: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -346,7 +346,7 @@ class SlotsOfTwoThreads(dict):
         return count
 
 
-def test_streams_of_two_threads_have_counters_of_their_own() -> None:
+def test_streams_of_threads_have_separate_counters() -> None:
     """Two launches that share a tile counter leave out tiles."""
     slots = SlotsOfTwoThreads()
     host._new_slot(slots, 1)
@@ -373,7 +373,7 @@ class Stream:
         self.waited.append(other)
 
 
-def test_a_call_on_another_stream_waits_for_the_previous_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_on_another_stream_waits_for_the_previous(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both use the same buffers. A capture is ordered by its graph; a single process shares no buffer."""
     first, second, captured, alone = streams = [Stream() for _ in range(4)]
     device, group, now = torch.device("cuda", 0), mock.Mock(), first

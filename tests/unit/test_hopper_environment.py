@@ -70,7 +70,7 @@ def test_triton_needs_pythons_header(tmp_path: Path) -> None:
         environment.check_environment()
 
 
-def test_a_hopper_gpu_without_the_means_is_an_error_for_auto_too() -> None:
+def test_hopper_without_its_means_is_an_error_for_auto() -> None:
     """Taking a slower kernel in silence would cost half the machine."""
     q = mock.Mock(spec=torch.Tensor, device=torch.device("cuda", 0), dtype=torch.bfloat16, shape=(1, 128, 4, 128))
     capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))

@@ -78,7 +78,7 @@ def test_imports_point_one_way() -> None:
     assert not wrong
 
 
-def test_the_kernels_are_used_through_their_public_face() -> None:
+def test_kernels_are_used_by_their_public_face() -> None:
     wrong = [
         f"{name} imports {module}"
         for name in modules()

@@ -213,7 +213,7 @@ def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
 
 
 @pytest.mark.parametrize("failing", range(20))
-def test_after_an_error_every_lane_is_behind_the_others(streams: Streams, failing: int) -> None:
+def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
     """A forward and backward of three sections, in which the work of a lane raises."""
     issued, beside, memory = [], lanes.Lanes.run_in_lane, memory_of_messages()
 

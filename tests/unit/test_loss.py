@@ -54,34 +54,43 @@ def test_equals_torch(chunk_tokens: int | None, logit_scale: float, factor: int)
     assert_close(results(ours, hidden, weight), results(want, hidden, weight))
 
 
+def precisions(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+    """The inputs in the low dtype twice, for us and for torch, and the same numbers in fp64."""
+    low, baseline = draw(dtype), draw(dtype)
+    return low, baseline, (*(x.detach().double().requires_grad_() for x in low[:2]), low[2])
+
+
 def test_bf16_within_what_torch_loses() -> None:
-    low, exact = draw(torch.bfloat16), draw(torch.bfloat16)
-    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
+    low, baseline, exact = precisions(torch.bfloat16)
     ours = results(cross_entropy(*low, group=None, chunk_tokens=5), *low[:2])
-    baseline = results(plain(*exact), *exact[:2])
     assert ours["loss"].dtype == torch.float32
-    assert_close(ours, results(plain(*wide, exact[2]), *wide), baseline)
+    assert_close(ours, *(results(plain(*x), *x[:2]) for x in (exact, baseline)))
 
 
-def test_the_gradient_of_the_weight_is_summed_over_chunks_in_fp32() -> None:
+def test_log_probs_in_bf16_within_what_torch_loses() -> None:
+    low, baseline, exact = precisions(torch.bfloat16)
+    ours = with_gradients(token_log_probs(*low, chunk_tokens=5), "both", *low[:2])
+    assert ours["log_probs"].dtype == torch.float32
+    assert_close(ours, *(with_gradients(plain_log_probs(*x), "both", *x[:2]) for x in (exact, baseline)))
+
+
+def test_fp16_gradients_are_scaled_before_rounding() -> None:
+    """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
+    low, baseline, exact = precisions(torch.float16)
+    factor = 65536 * 17 / 2**20  # labelled tokens here, and in the whole sequence
+    ours = results(65536 * cross_entropy(*low, group=None, num_tokens=2**20), *low[:2])
+    assert_close(
+        ours, results(factor * plain(*exact), *exact[:2]), results(factor * plain(*baseline).float(), *baseline[:2])
+    )
+
+
+def test_weight_gradient_is_summed_in_fp32() -> None:
     """In bf16 a sum of equal terms stays at 256 of them."""
     hidden, weight, labels = (x[:1, :1].repeat(1, 1024, 1) if x.dim() == 3 else x for x in draw(torch.bfloat16))
     labels = labels[:1, :1].expand(1, 1024)
-    grads = [
-        torch.autograd.grad(cross_entropy(hidden, weight, labels, group=None, chunk_tokens=n), weight)[0]
-        for n in (1, 1024)
-    ]
-    assert (grads[0] - grads[1]).abs().max() <= torch.finfo(torch.bfloat16).eps * grads[1].abs().max()
-
-
-def test_fp16_gradients_of_a_million_tokens_meet_the_loss_scaler_before_they_are_rounded() -> None:
-    """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
-    low, exact = draw(torch.float16), draw(torch.float16)
-    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
-    share = 17 / 2**20  # labelled tokens here, and in the whole sequence
-    ours = results(65536 * cross_entropy(*low, group=None, num_tokens=2**20), *low[:2])
-    baseline = results(65536 * share * plain(*exact).float(), *exact[:2])
-    assert_close(ours, results(65536 * share * plain(*wide, exact[2]), *wide), baseline)
+    losses = (cross_entropy(hidden, weight, labels, group=None, chunk_tokens=n) for n in (1, 1024))
+    one, other = (torch.autograd.grad(loss, weight)[0] for loss in losses)
+    assert (one - other).abs().max() <= torch.finfo(torch.bfloat16).eps * other.abs().max()
 
 
 def test_divides_by_the_given_count() -> None:
@@ -99,7 +108,7 @@ def test_no_labelled_token(num_tokens: int | None) -> None:
     assert all(not x.any() for x in results(loss, hidden, weight).values())
 
 
-def test_vocabulary_larger_than_a_chunk_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabulary_takes_a_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ringflash.loss.CHUNK_LOGITS", VOCAB - 1)
     hidden, weight, labels = draw()
     ours = results(cross_entropy(hidden, weight, labels, group=None), hidden, weight)
@@ -136,15 +145,6 @@ def test_log_probs_and_entropy_equal_torch(used: str, chunk_tokens: int | None) 
     assert_close({"dweight": got}, {"dweight": wanted})
     with pytest.raises(ValueError, match="labels must have the shape of hidden"):
         token_log_probs(hidden, weight, labels[:, :-1])
-
-
-def test_log_probs_in_bf16_within_what_torch_loses() -> None:
-    low, exact = draw(torch.bfloat16), draw(torch.bfloat16)
-    wide = [x.detach().double().requires_grad_() for x in exact[:2]]
-    ours = with_gradients(token_log_probs(*low, chunk_tokens=5), "both", *low[:2])
-    baseline = with_gradients(plain_log_probs(*exact), "both", *exact[:2])
-    assert ours["log_probs"].dtype == torch.float32
-    assert_close(ours, with_gradients(plain_log_probs(*wide, exact[2]), "both", *wide), baseline)
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
@@ -253,7 +253,7 @@ def test_a_logit_scale_to_learn_is_refused(call: Any) -> None:
         ("17", "got '17'"),
     ],
 )
-def test_a_number_of_tokens_that_is_no_count_is_refused(num_tokens: Any, message: str) -> None:
+def test_number_of_tokens_must_be_a_count(num_tokens: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cross_entropy(*draw(), group=None, num_tokens=num_tokens)
 

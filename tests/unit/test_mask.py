@@ -121,7 +121,7 @@ def test_a_hole_that_a_later_row_sees_is_refused() -> None:
         Mask.of(2, 3, [Region(0, 1, 0, 1), Region(0, 1, 2, 3), Region(1, 2, 1, 2)]).is_two_sided  # noqa: B018
 
 
-def test_what_is_cached_is_made_once_for_a_key_and_is_not_part_of_the_value() -> None:
+def test_mask_cache_is_made_once_and_no_value() -> None:
     mask, made = Mask.band(4, 4, causal=True), iter(range(5))
     assert [mask.cached(key, lambda: next(made)) for key in ("a", "b", "a", "b")] == [0, 1, 0, 1]
     assert mask.is_cached("a") and not mask.is_cached("c")

@@ -104,14 +104,14 @@ def test_experts_in_tiles_have_the_same_gradients(family: str) -> None:
         assert_same(got, want, 1e-6 if family == "deepseek_v3" else 1e-12)
 
 
-def test_experts_in_tiles_keep_no_tensor_of_their_width() -> None:
-    """Each token comes twice: what it is, both products, the halves' product, and the result before its weight."""
+def test_tiled_experts_keep_no_tensor_of_their_width() -> None:
+    """Each token is there twice: what it is, both products, the halves' product, and the result before its weight."""
     everything, tiled = (kept_bytes(m, "qwen3_moe", torch.float32) for m in (Memory(), Memory(mlp_tile_tokens=8)))
     assert everything - tiled >= LAYERS * SEQLEN * 2 * (32 + 4 * 24 + 32) * 4
 
 
 def test_experts_of_batches_and_frozen_routers() -> None:
-    """Tokens of several sequences lie in a row; weights that need no gradient get none."""
+    """Tokens of several sequences are in one row; weights that need no gradient get none."""
     plain, tiled = (
         model_with(m, "qwen3_moe").get_submodule("model.model.layers.0.mlp.experts")
         for m in (Memory(), Memory("none", mlp_tile_tokens=5))
@@ -162,7 +162,7 @@ def doubled(forward: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "products"), [("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4)]
 )
-def test_the_last_product_is_left_out_where_nothing_needs_it(change: str, products: int) -> None:
+def test_last_product_is_left_out_if_unneeded(change: str, products: int) -> None:
     """The last of three that a tile computes again. A hook sees it; what follows it is found by trying, once."""
     mlps = [
         model_with(memory, dtype=torch.float32 if change == "autocast" else torch.float64).get_submodule(
@@ -245,7 +245,7 @@ def test_checkpointing_and_tiles_keep_less() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_a_tile_of_all_tokens_is_none_beside_checkpoints(checkpointing: Any) -> None:
+def test_tile_of_all_tokens_is_none_with_checkpoints(checkpointing: Any) -> None:
     model = model_with(Memory(checkpointing, mlp_tile_tokens=SEQLEN))
     with mock.patch.object(tiles._Tiles, "apply", side_effect=tiles._Tiles.apply) as tiled:
         step(model)
@@ -266,7 +266,7 @@ def test_offloaded_inputs_leave_the_device(checkpointing: Any, monkeypatch: pyte
         return x.clone()
 
     def on_host(*, pin_memory: bool) -> Any:
-        assert not pin_memory  # they come from the CPU
+        assert not pin_memory  # they are on the CPU
         return torch.autograd.graph.saved_tensors_hooks(copy, lambda x: x)
 
     monkeypatch.setattr(layers, "save_on_cpu", on_host)
@@ -291,7 +291,7 @@ def test_tiles_sum_gradients_in_fp32() -> None:
     assert torch.equal(mlp.down_proj.weight.grad, total.bfloat16())
 
 
-def test_tiles_drop_in_the_backward_what_they_dropped_in_the_forward() -> None:
+def test_tiles_drop_the_same_in_the_backward() -> None:
     """LoRA's dropout on a projection: a tile's gradients are those of autograd with the forward's draws."""
     mlp = model_with(Memory(mlp_tile_tokens=8)).get_submodule("model.model.layers.0.mlp")
     mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)

@@ -67,7 +67,7 @@ def test_far_apart_scores_do_not_overflow() -> None:
     assert torch.equal(result["out"], a[0]) and torch.equal(result["lse"], a[1] + 2000)
 
 
-def test_a_low_precision_part_is_merged_in_the_dtype_of_the_state() -> None:
+def test_low_precision_part_is_merged_in_the_state() -> None:
     a, b = attend(slice(0, 5), torch.float32), attend(slice(5, 12), torch.float32)
     part = b[0].bfloat16()
     assert torch.equal(merged(a, (part, b[1]))["out"], merged(a, (part.float(), b[1]))["out"])

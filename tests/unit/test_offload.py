@@ -31,7 +31,7 @@ class Queue:
         self.done = 0
 
     def run(self, until: int) -> None:
-        """All that came before."""
+        """All previous work."""
         while self.done < until:
             self.work[self.done]()
             self.done += 1
@@ -142,7 +142,7 @@ def test_late_copies_change_no_bit(cuda: StandIn) -> None:
     assert queue.done >= 2 * 5 * LAYERS
 
 
-def test_one_leaves_and_one_comes_early_at_a_time(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_leaves_and_one_arrives_at_a_time(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """After each input that a layer takes back: copies that were begun, and those that have run."""
     seen: list[tuple[int, int]] = []
 
@@ -175,7 +175,7 @@ def test_what_is_no_longer_needed_is_free(cuda: StandIn) -> None:
     with pytest.raises(ZeroDivisionError):
         loss_of(layers, x, host).backward()
     half.remove()
-    assert cuda.queues[0].done == len(cuda.queues[0].work)  # what came early and was not taken has been waited for
+    assert cuda.queues[0].done == len(cuda.queues[0].work)  # what arrived early and was not taken has been waited for
 
 
 def test_an_input_that_is_changed_in_place_is_refused(cuda: StandIn) -> None:
@@ -191,7 +191,7 @@ def test_an_input_that_is_changed_in_place_is_refused(cuda: StandIn) -> None:
         out.sum().backward()
 
 
-def test_what_does_not_lie_on_a_gpu_stays() -> None:
+def test_what_is_not_on_a_gpu_stays() -> None:
     """Without the stand-in."""
     x = torch.ones(3, requires_grad=True)
     with HostCopies().hooks():

@@ -41,7 +41,7 @@ def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("size", ["", "1", "2"])
-def test_a_process_that_has_not_joined_its_group_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_has_not_joined_is_warned(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`dist.group.WORLD` is None then, and every rank would silently attend to its own shard."""
     monkeypatch.setenv("WORLD_SIZE", size)
     with warnings.catch_warnings(record=True) as found:
@@ -87,7 +87,7 @@ def test_tables_are_made_on_the_host_by_any_default() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_have_the_strides_that_compiled_code_expects(dtype: torch.dtype) -> None:
+def test_gradients_have_the_strides_of_the_fake(dtype: torch.dtype) -> None:
     """inductor asserts what the operator's fake says, of heads-first q, k and v as well."""
     q, k, v = (x.detach().to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in draw())
     out, lse, *kept = operators.ring_attention(q, k, v, None, "", True, 0.25, *OPTIONS, 7, True, 8)
@@ -167,7 +167,7 @@ def forward_calls(**contexts: Any) -> tuple[int, dict[str, torch.Tensor]]:
     return kernel.call_count, got
 
 
-def test_checkpointing_that_keeps_attention_runs_it_once() -> None:
+def test_checkpointing_keeps_attention() -> None:
     kept, got = forward_calls(context_fn=attention_kept)
     recomputed, want = forward_calls()
     assert (kept, recomputed) == (1, 2)
@@ -190,22 +190,17 @@ def test_an_option_of_another_type_is_refused(options: dict[str, Any]) -> None:
         ringflash.ring_attention(*draw(), group=None, **options)
 
 
-def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for enabled in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
-        with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
-            ringflash.ring_attention(*draw(), group=None)
-        assert CallOptions(None, *attend.call_args.args[5:13]).deterministic == enabled
-
-
 @pytest.mark.parametrize("enabled", [False, True])
-def test_torchs_deterministic_mode_is_followed_in_the_backward(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
-    """Also if it was switched on after the forward."""
+def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
+    """In the backward also if it was switched on after the forward."""
     inputs = draw()
-    out = ringflash.ring_attention(*inputs, group=None)
+    before = ringflash.ring_attention(*inputs, group=None)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
+    with mock.patch.object(operators, "attend", wraps=operators.attend) as attend:
+        ringflash.ring_attention(*draw(), group=None)
+    assert CallOptions(None, *attend.call_args.args[5:13]).deterministic == enabled
     with mock.patch.object(reference, "begin_backward", wraps=reference.begin_backward) as backward:
-        torch.autograd.grad(out.sum(), inputs)
+        torch.autograd.grad(before.sum(), inputs)
     assert backward.call_args.kwargs["deterministic"] == enabled
 
 
@@ -216,7 +211,7 @@ def test_integers_of_numpy_are_integers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_gradients_come_in_batches() -> None:
+def test_gradients_in_batches() -> None:
     """torch.autograd.functional.jacobian asks for them so."""
     inputs = draw()
     out = ringflash.ring_attention(*inputs, group=None)
@@ -227,7 +222,7 @@ def test_gradients_come_in_batches() -> None:
         assert all(torch.equal(a[index], b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_compiled_step_does_not_compile_what_is_in_the_operator() -> None:
+def test_compiled_step_does_not_enter_the_operator() -> None:
     """A backward in it runs in Python, of a forward that did."""
     graphs: list[set[str]] = []
 
@@ -256,7 +251,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         torch.autograd.grad(dq.sum(), q)
 
 
-def test_autocast_does_not_reach_into_an_implementation() -> None:
+def test_autocast_does_not_reach_implementations() -> None:
     """It would round what is summed in fp32: eager products of upcast tensors are autocast like any others."""
     inputs = [x.to(torch.bfloat16) for x in draw(requires_grad=False)]
 
@@ -270,13 +265,11 @@ def test_autocast_does_not_reach_into_an_implementation() -> None:
 
 
 def test_lse_is_returned_only_on_request() -> None:
-    q, k, v = draw()
-    out = ringflash.ring_attention(q, k, v, group=None)
-    again, lse = ringflash.ring_attention(q, k, v, group=None, return_lse=True)
-    assert torch.equal(out, again) and lse.shape == (1, 4, 16) and lse.dtype == torch.float64
-    assert (
-        ringflash.ring_attention(q.float(), k.float(), v.float(), group=None, return_lse=True)[1].dtype == torch.float32
-    )
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.to(dtype) for x in draw()]
+        out, lse = ringflash.ring_attention(*inputs, group=None, return_lse=True)
+        assert torch.equal(out, ringflash.ring_attention(*inputs, group=None))
+        assert lse.shape == (1, 4, 16) and lse.dtype == dtype
 
 
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16), ((0, 5, 9, 16), (-1, 0, 0, -1), (0, 1, 0, 0))])
@@ -294,11 +287,8 @@ def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: st
 def test_explain_names_kernel_and_work() -> None:
     explained = ringflash.explain(*draw(), group=None)
     assert (explained.impl, explained.algorithm, explained.transport, explained.cp_size) == (
-        "reference",
-        "ring",
-        None,
-        1,
-    )
+        "reference", "ring", None, 1,
+    )  # fmt: skip
     assert explained.num_visible == 16 * 17 // 2
     with pytest.raises(ValueError, match="cu_seqlens must be a tensor, got a list of 1"):
         ringflash.explain(*draw(), group=None, cu_seqlens=[torch.tensor([0, 16], dtype=torch.int32)])
@@ -311,7 +301,7 @@ def test_explain_names_kernel_and_work() -> None:
             ringflash.explain(*draw(), group=None, **options)
 
 
-def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_is_about_the_tensors_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call copies tensors with strides that no kernel of ours can address, and then has the choice."""
     given = []
     monkeypatch.setattr(plan, "choose_impl", lambda *x: given.append([y.stride(-1) for y in x]) or ("reference", ""))
@@ -321,13 +311,10 @@ def test_explain_speaks_of_the_tensors_that_kernels_get(monkeypatch: pytest.Monk
     assert given == [[1, 1, 1]] * 2
 
 
-def test_module_refuses_a_window_of_one_number() -> None:
-    with pytest.raises(ValueError, match=r"got \(4096,\); a window"):
-        ringflash.RingAttention(None, window_size=4096)  # type: ignore[arg-type]
-
-
-def test_module_refuses_what_is_no_group_later_too() -> None:
+def test_what_is_no_group_is_refused() -> None:
     attention = ringflash.RingAttention(None)
+    with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str; a rank"):
+        ringflash.ring_attention(*draw(), group="world")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str"):
         attention.group = "cp"
 
@@ -374,16 +361,14 @@ def test_module_shows_its_options() -> None:
 
 
 @pytest.mark.parametrize("window_size", [(1,), 4096, (4.0, 0)])
-def test_a_window_of_another_form_is_refused(window_size: Any) -> None:
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_a_window_of_another_form_is_refused(kind: str, window_size: Any) -> None:
     """All ranks' refusals are in tests/helpers/refusals.py."""
     shown = re.escape(str(window_size if isinstance(window_size, tuple) else (window_size,)))
     with pytest.raises(ValueError, match=rf"window_size must be \(left, right\).*got {shown}; a window"):
+        if kind == "module":
+            ringflash.RingAttention(None, window_size=window_size)
         ringflash.ring_attention(*draw(), group=None, window_size=window_size)
-
-
-def test_a_name_is_no_group() -> None:
-    with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str; a rank"):
-        ringflash.ring_attention(*draw(), group="world")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -405,41 +390,39 @@ def test_values_narrower_than_keys(compiled: bool) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_forward_mode_is_refused() -> None:
-    """A custom operator drops tangents: the derivative would be 0."""
-    q, k, v = draw(requires_grad=False)
-    with pytest.raises(NotImplementedError, match="carry no tangents, got forward-mode differentiation; use"):
-        torch.func.jvp(lambda x: ringflash.ring_attention(x, k, v, group=None), (q,), (q,))
-
-
-def test_transforms_of_functions_are_refused() -> None:
-    x = torch.ones(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms, got a call inside .*; use"):
-        torch.func.grad(lambda x: ringflash.ring_attention(x, x, x, group=None).sum())(x)
-
-
 def within_dual_level(f: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, x))).tangent
 
 
+TANGENTS = "carry no tangents, got forward-mode differentiation; use"
+OUTSIDE = r"outside of torch\.func's transforms, got a call inside .*; use"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "derive",
-    [lambda f, x: torch.func.jvp(f, (x,), (x,))[1], lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
-     within_dual_level],
+    "derive, message",
+    [
+        (lambda f, x: torch.func.jvp(f, (x,), (x,))[1], TANGENTS),
+        (lambda f, x: torch.func.grad(lambda y: f(y).sum())(x), OUTSIDE),
+        (within_dual_level, TANGENTS),
+    ],
     ids=["jvp", "grad", "dual_level"],
-)  # fmt: skip
-def test_transforms_are_refused_in_compiled_code(derive: Any) -> None:
-    """The derivative was 0 in forward mode. torch wraps the error."""
+)
+def test_transforms_are_refused(derive: Any, message: str, compiled: bool) -> None:
+    """A custom operator drops tangents: the derivative was 0. torch wraps the error of compiled code."""
 
     def attention(x: torch.Tensor) -> torch.Tensor:
         return ringflash.ring_attention(x, x, x, group=None)
 
-    with pytest.raises(RuntimeError, match="got forward-mode differentiation|outside of torch.func's transforms"):
-        torch.compile(partial(derive, attention), backend="aot_eager")(torch.ones(1, 8, 2, 16))
+    run, error = partial(derive, attention), NotImplementedError
+    if compiled:
+        run, error, message = torch.compile(run, backend="aot_eager"), RuntimeError, f"{TANGENTS}|{OUTSIDE}"
+    with pytest.raises(error, match=message):
+        run(torch.ones(1, 8, 2, 16))
 
 
-def test_shapes_alone() -> None:
+def test_only_shapes() -> None:
     """torch's own attention has them on the meta device."""
     q, k, v = (x.detach().to("meta").requires_grad_() for x in draw())
     out = ringflash.ring_attention(q, k, v, group=None)
@@ -477,17 +460,14 @@ def test_the_backward_has_the_bounds_of_its_forward(way: str) -> None:
         return checkpoint(attend, *inputs, use_reentrant=False, context_fn=attention_kept)
 
     ways = {"compiled": torch.compile(attend, backend="aot_eager"), "checkpointed": kept}
-    observed = profile_of_cpu() if way == "profiled" else nullcontext()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    observed = torch.profiler.profile(activities=cpu) if way == "profiled" else nullcontext()
     want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
     with observed:
         loss = ways.get(way, attend)(*inputs).square().sum()
         memory[:] = [0, 11, 16]
         got = torch.autograd.grad(loss, inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def profile_of_cpu() -> Any:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
 
 def test_mixed_requires_grad_is_fine_without_autograd() -> None:

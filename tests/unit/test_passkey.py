@@ -16,7 +16,7 @@ from recipes.lightning.passkey import Passkey, encoder, passkey_sequence
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_the_key_lies_at_its_depth_and_is_asked_for(depth: float) -> None:
+def test_the_key_is_at_its_depth_and_is_asked_for(depth: float) -> None:
     ids, labels = passkey_sequence("48213", depth, 400, encoder("bytes"))
     text = bytes(ids[0].tolist()).decode()
     needle = "The pass key is 48213. Remember it. 48213 is the pass key. "
@@ -65,11 +65,9 @@ def test_a_key_counts_when_every_token_is_right(
         monkeypatch.setattr(passkey, "strategy_of", lambda trainer: ring)
         logged: list[tuple[dict[str, float], int]] = []
         trainer = SimpleNamespace(
-            datamodule=SimpleNamespace(seqlen=256),
-            precision_plugin=SimpleNamespace(forward_context=nullcontext),
-            loggers=[SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))],
-            global_step=7,
-        )
+            datamodule=SimpleNamespace(seqlen=256), precision_plugin=SimpleNamespace(forward_context=nullcontext),
+            loggers=[SimpleNamespace(log_metrics=lambda values, step: logged.append((values, step)))], global_step=7,
+        )  # fmt: skip
         callback = Passkey(depths=(0.0, 0.5))
         callback.on_validation_end(trainer, copying(right))
     finally:

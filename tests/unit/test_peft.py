@@ -38,7 +38,7 @@ def adapt(model: torch.nn.Module, **options: object) -> torch.nn.Module:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
-    """Adapters come before `set_group` and `CausalLMWithLoss`, or into the model that these have already."""
+    """Adapters are made before `set_group` and `CausalLMWithLoss`, or into the model that these have already."""
     model, dense, ids = build("qwen3"), adapt(build("qwen3", "sdpa"), task_type="CAUSAL_LM", **options), tokens(2)
     if when == "before":
         ring = adapt(model, task_type="CAUSAL_LM", **options)
@@ -60,7 +60,7 @@ def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
         assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
-def test_refuses_adapters_on_the_head_whenever_they_come() -> None:
+def test_refuses_adapters_on_the_head_at_any_time() -> None:
     model = build("qwen3")
     with_loss = huggingface.CausalLMWithLoss(model, None)
     adapted = adapt(model, target_modules=["q_proj", "lm_head"])

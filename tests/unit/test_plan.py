@@ -185,7 +185,7 @@ LENGTHS = [1 << 12, 1 << 17, 1 << 18, 1 << 19, 1 << 20]  # from one section of a
         (JOB, 8, [1 << 22]),
     ],
 )
-def test_transport_buffers_are_those_that_gather_by_heads(job: TrainingJob, cp_size: int, lengths: list[int]) -> None:
+def test_transport_buffers_are_those_of_the_gather(job: TrainingJob, cp_size: int, lengths: list[int]) -> None:
     """On the rank with most; the last cases are in blocks, of many ranks and of keys that one block cannot hold."""
     for seqlen in lengths:
         job = replace(job, seqlen=seqlen, cp_size=cp_size)
@@ -225,7 +225,7 @@ def with_network(machine: Machine, gbytes: float) -> Machine:
     return replace(machine, rates=replace(machine.rates, network_gbytes=gbytes))
 
 
-def test_first_keys_and_last_gradients_have_no_kernel_beside_them() -> None:
+def test_first_keys_and_last_gradients_are_exposed() -> None:
     """A head a section of eight at a million tokens; the other seven are hidden, if their kernels are longer."""
     keys = 2 * 7 / 8 * JOB.seqlen * JOB.model.kv_size * 2
     assert [len(heads) for heads in ring_of(JOB, HOST).sections] == [8, 8]
@@ -235,7 +235,7 @@ def test_first_keys_and_last_gradients_have_no_kernel_beside_them() -> None:
     assert exposed(*alone) == buffer_bytes(ring_of(*alone)) == 0 and ring_of(*alone).transport is None
 
 
-def test_a_nic_has_a_rate_of_its_own() -> None:
+def test_a_nic_has_a_separate_rate() -> None:
     """Eight of 11 other ranks are on other hosts, and their keys take eight elevenths of the time of all."""
     job, two_hosts = replace(JOB, seqlen=3 << 15, cp_size=12), replace(HOST, num_gpus=12)
     keys = 2 * 11 / 12 * job.seqlen * job.model.kv_size * (2 + 2 + 4)
@@ -265,7 +265,7 @@ def test_a_pipeline_waits_for_the_longer() -> None:
     assert pipeline_seconds(**sections, arrive=0.0, leave=4.0) == 8 + 3
 
 
-def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:
+def test_rings_across_two_hosts_are_planned_so() -> None:
     """The second six of 24 ranks are the last two of a host of eight and four of the next; two fours are not."""
     job = replace(JOB, seqlen=3 << 15, cp_size=6, dp_size=4)
     machine = with_network(replace(HOST, num_gpus=24), 0.6)
@@ -277,16 +277,15 @@ def test_rings_that_lie_across_two_hosts_are_planned_so() -> None:
 # Measured steps.
 
 
-def _runs(result: Any) -> list[dict[str, Any]]:
-    """Runs of benchmarks/train_steps.py in a file of results."""
-    found = [result, *result.values()] if isinstance(result, dict) else []
-    return [run for run in found if isinstance(run, dict) and {"steps", "ranks", "memory", "model"} <= run.keys()]
+def _is_run(result: Any) -> bool:
+    """Return whether a file of results is of benchmarks/train_steps.py."""
+    return isinstance(result, dict) and {"steps", "ranks", "memory", "model"} <= result.keys()
 
 
 MEASURED = [
     (path.stem, run, step)
     for path in sorted((ROOT / "benchmarks" / "results").glob("*_*xh200.json"))
-    for run in _runs(json.loads(path.read_text()))
+    if _is_run(run := json.loads(path.read_text()))
     for step in {step["seqlen"]: step for step in run["steps"]}.values()  # the last of each length
     if not (run["memory"]["liger"] and "num_experts" in run["model"])  # which no plan counts
 ]
@@ -294,12 +293,13 @@ MEASURED = [
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
     """Return False for a short step that was the first of its run, one tile, or waited for a host."""
-    return name not in ("liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200") or step["seqlen"] > 100_000
+    unsettled = "liger_2xh200", "without_liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200"
+    return name not in unsettled or step["seqlen"] > 100_000
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
-    """Return whether checkpoints left and came one at a time, with nothing beside them, as they did once."""
-    return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
+    """Return whether checkpoints left and returned one at a time, with no work meanwhile, as they did once."""
+    return run["memory"]["offload_checkpoints"] and "document_tokens" not in run
 
 
 def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
@@ -317,11 +317,7 @@ def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
     if experts:  # which are tokens' own products, and most of all
         return seconds + (parts["linear"] / 5 if first else 0.0)
     mlp, others = 151, 4 * 42 + 3 * 622 / layers
-    if first or run.get("tiles_computed_twice"):
-        return seconds + parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others)
-    if run["commit"].startswith("9f0f252"):
-        return seconds + parts["linear"] * mlp / 3 / (4 * mlp + others)
-    return seconds
+    return seconds + (parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others) if first else 0.0)
 
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:
@@ -344,7 +340,7 @@ def _held_gib(run: dict[str, Any], step: dict[str, Any]) -> float:
     moment, parts = worst_moment(job, machine)
     planned = sum(value for name, value in parts.items() if name not in ("fragmentation", "CUDA and libraries"))
     if moment in ("the loss", "the last layer's backward") and _waited_for_copies(run):
-        planned -= layer_input_bytes(job)  # which waits for its copy, or comes early
+        planned -= layer_input_bytes(job)  # which waits for its copy, or arrives early
     return planned / GIB
 
 
@@ -389,7 +385,7 @@ def _row(run: dict[str, Any], step: dict[str, Any]) -> str:
     )
 
 
-def test_the_page_compares_the_steps_with_the_plans_of_this_code() -> None:
+def test_page_compares_steps_with_present_plans() -> None:
     """The last measurement of each, and the range of each kind on the page of the plan."""
     page = "".join((ROOT / "docs" / name).read_text() for name in ("measurements.md", "plan.md"))
     rows = {
@@ -428,7 +424,7 @@ def test_the_page_says_what_fits() -> None:
 # What a plan counts.
 
 
-def test_bytes_between_products_are_those_of_its_operators() -> None:
+def test_bytes_between_products_are_of_operators() -> None:
     """Counted by hand: bf16, 5 tokens of width 8."""
     x, w = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (5, 8))
     scale, rows = (torch.empty(8, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.long))
@@ -471,7 +467,7 @@ def test_what_is_computed_again_takes_time_again() -> None:
 
 
 def test_what_is_there_at_each_moment() -> None:
-    """AdamW makes a tensor as large as the weights; gradients of earlier sequences lie beside the backward's."""
+    """AdamW makes a tensor as large as the weights; gradients of earlier sequences exist with the backward's."""
     weights = JOB.model.parameters * 4 // 8
     name, parts = worst_moment(replace(JOB, seqlen=1 << 12, cp_size=2), HOST)
     assert name == "the optimizer's step" and sum(parts[x] for x in list(parts)[:3]) == 20 * weights
@@ -490,7 +486,7 @@ def test_dq_is_summed_for_two_sections() -> None:
         assert attention_work_bytes(flat(job, 0.0)) == job.local_tokens * (heads * 128 * 4 + rest)
 
 
-def test_a_tile_of_all_tokens_is_none_in_checkpointed_layers() -> None:
+def test_tile_of_all_tokens_is_none_in_checkpoints() -> None:
     def work(tile: int, checkpointing: Any = "attention_kept") -> int:
         job = replace(JOB, mlp_tile_tokens=tile, checkpointing=checkpointing)
         return layer_bytes(job, ring_of(job, HOST))
@@ -499,7 +495,7 @@ def test_a_tile_of_all_tokens_is_none_in_checkpointed_layers() -> None:
     assert work(JOB.local_tokens, "none") != work(0, "none")
 
 
-def test_offloaded_checkpoints_are_pinned_in_powers_of_two() -> None:
+def test_offloaded_checkpoints_take_powers_of_two() -> None:
     """1.25 times the tokens take twice the host's memory; of 1,048,576 over 8 GPUs a layer takes a GiB on each."""
     job = replace(JOB, offload_checkpoints=True)
     layers = job.model.num_layers
@@ -584,8 +580,8 @@ READ: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "options"), READ, ids=[family for family, _ in READ])
-def test_what_is_read_off_a_model_is_its_own(family: str, options: dict[str, Any]) -> None:
-    """Parameters, what multiplies a token, windows; and, beside a forward with numbers, what its layers keep."""
+def test_what_is_read_off_a_model_is_right(family: str, options: dict[str, Any]) -> None:
+    """Parameters, what multiplies a token, windows; and, compared with a forward with numbers, what its layers keep."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = small(family, **options)
@@ -628,7 +624,7 @@ def test_dense_layers_keep_what_the_page_says(family: str) -> None:
     checkpointing=st.sampled_from(["none", "attention_kept", "full"]),
     offload=st.booleans(),
 )
-def test_the_longest_sequence_fits_and_the_next_does_not(cp_size: int, checkpointing: Any, offload: bool) -> None:
+def test_longest_sequence_fits_and_the_next_does_not(cp_size: int, checkpointing: Any, offload: bool) -> None:
     machine = replace(HOST, num_gpus=cp_size)
     offload = offload and checkpointing != "none"
     job = replace(JOB, cp_size=cp_size, checkpointing=checkpointing, offload_checkpoints=offload)
@@ -650,9 +646,7 @@ STARCODER = TrainingJob(model=model_of(small("starcoder2"))[0], seqlen=1 << 10, 
     ],
     ids=["JOB", "changes that only help together", "not all changes are possible"],
 )
-def test_the_cheapest_change_fits_and_no_cheaper_one_does(
-    job: TrainingJob, longest: TrainingJob | None, least: int
-) -> None:
+def test_cheapest_change_fits_and_no_cheaper_one(job: TrainingJob, longest: TrainingJob | None, least: int) -> None:
     """Without a change of precision, which changes the training."""
     job = job if longest is None else replace(job, seqlen=longest_sequence(longest, HOST))
     assert not fits(job, HOST)
@@ -744,7 +738,7 @@ def test_the_remedies_are_flags_to_paste(plan: Plan) -> None:
     assert found.status == 1 == plan(*command, *change[1].split(), "--model.memory.offload_checkpoints", "false").status
 
 
-def test_a_model_that_no_length_fits_is_not_told_to_be_short(plan: Plan) -> None:
+def test_model_that_no_length_fits_is_told_so(plan: Plan) -> None:
     found = plan({**QWEN3_8B, "intermediate_size": 1 << 27}, "--seqlen", "128k", "--gpus", "1")
     assert found.status == 1
     assert "no change known here makes it fit; take more GPUs, or a smaller model" in found.out
@@ -768,7 +762,7 @@ def test_a_model_that_no_length_fits_is_not_told_to_be_short(plan: Plan) -> None
         ),
     ],
 )
-def test_a_job_is_that_of_the_recipes_and_the_flags_over_them(
+def test_job_is_that_of_recipes_and_flags(
     plan: Plan, tmp_path: Path, files: list[str], options: list[str], expected: dict[str, object]
 ) -> None:
     (tmp_path / "over.yaml").write_text(files[-1])
@@ -795,7 +789,7 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
     assert linear["attention forward"] == plain["attention forward"]
 
 
-def test_a_plan_takes_the_recipes_of_float8_that_training_takes() -> None:
+def test_plan_takes_the_float8_recipes_of_training() -> None:
     assert get_args(Float8) == float8.RECIPES
 
 
@@ -890,14 +884,14 @@ def test_status_1_is_a_finding_and_never_an_accident(
     assert found.status == 2 and "KeyError" in found.err
 
 
-def test_the_plan_of_a_windowed_model_counts_what_its_layers_see(plan: Plan) -> None:
+def test_plan_of_a_window_counts_what_layers_see(plan: Plan) -> None:
     """Half of the layers see 4096 keys of a million: half of the pairs."""
     windowed = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 18}
     fraction = plan(QWEN3_8B | windowed, "--seqlen", "1m", "--json").said["job"]["visible_fraction"]
     assert fraction == pytest.approx((1 + visible_fraction(1 << 20, [4095])) / 2)
 
 
-def test_experts_take_memory_all_and_time_by_the_active(plan: Plan) -> None:
+def test_all_experts_take_memory_the_active_time(plan: Plan) -> None:
     """Twice as many experts, as many a token; and the other way round."""
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 2}
     base = small("qwen3_moe", **sizes)
@@ -909,12 +903,12 @@ def test_experts_take_memory_all_and_time_by_the_active(plan: Plan) -> None:
     assert linear[1] < 1.1 * linear[0] < linear[2] and at_work[1] < 1.1 * at_work[0] < at_work[2]
 
 
-def test_a_model_that_computes_all_experts_takes_their_time(plan: Plan) -> None:
+def test_computed_experts_take_their_time(plan: Plan) -> None:
     """Llama 4's of transformers; MFU counts those that a token is sent to."""
     config = small("llama4_text", **dict(READ)["llama4_text"])
     job, printed = (plan(config, "--seqlen", "128k", *json) for json in (["--json"], []))
     model = job.said["job"]["model"]
-    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; beside them rotary angles
+    others = 2 * 3 * 3 * 64 * 160  # in two layers three experts of three matrices; and rotary angles
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert job.said["job"]["visible_fraction"] == pytest.approx(chunked)

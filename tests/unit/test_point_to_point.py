@@ -79,7 +79,7 @@ def test_a_batch_that_fails_halfway_counts(
 
 
 @mock.patch("ringflash.comm.transport.point_to_point._unawaited", [])
-def test_messages_over_gloo_are_kept_until_they_are_awaited(transport: PointToPoint, channel: mock.Mock) -> None:
+def test_messages_over_gloo_are_kept_until_awaited(transport: PointToPoint, channel: mock.Mock) -> None:
     """Also by a call that raises and forgets them: torch would block the connection of a receive that it frees."""
     transport.name, transport.group = "gloo", None
     forgotten = weakref.ref(work := WeakWork())

@@ -61,7 +61,7 @@ def test_equals_scaled_dot_product_attention(scale: float | None) -> None:
 
 
 @pytest.mark.parametrize("pieces", [1, 5])
-def test_rows_in_blocks_and_keys_in_pieces_equal_all_at_once(pieces: int) -> None:
+def test_rows_in_blocks_and_keys_in_pieces(pieces: int) -> None:
     *inputs, dlse = draw()
     whole = gradients(*inputs, dlse=dlse, causal=True)
     with mock.patch.object(reference, "_MAX_SCORES", 2 * 4 * 12 * 5), keys_in_pieces(pieces):
@@ -111,7 +111,7 @@ def test_a_row_that_sees_nothing() -> None:
 
 @pytest.mark.parametrize("name, index", [("q", 0), ("k", 1), ("v", 2)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nan_reaches_the_rows_that_see_it_and_no_others(name: str, index: int, value: float) -> None:
+def test_nan_reaches_only_the_rows_that_see_it(name: str, index: int, value: float) -> None:
     """Row 5 of q is seen by itself; row 5 of k or v by the rows from 5 to 7."""
     inputs = list(draw()[:3])
     clean, _ = attention_forward(*inputs, impl="reference", causal=True, window_size=(2, 0))
@@ -142,7 +142,7 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("triton must be ..."), ImportError("undefined symbol")])
-def test_a_refusal_is_about_the_kernel_that_was_asked_for(problem: Exception) -> None:
+def test_refusal_is_about_the_kernel_asked_for(problem: Exception) -> None:
     """Though another one, asked whether it could take the inputs, finds its own environment broken."""
     with mock.patch.object(flash4, "unsupported", side_effect=problem):
         with pytest.raises(NotImplementedError, match=r"impl='flash2' must be able .*; use one of \['reference'\]"):
@@ -179,7 +179,7 @@ def test_kv_heads_that_do_not_divide_heads_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["v", "dout"])
-def test_nan_reaches_dq_and_dk_of_pairs_that_see_it_and_no_others(name: str) -> None:
+def test_nan_reaches_only_gradients_that_see_it(name: str) -> None:
     """Row 5 of v is seen by rows 5 to 7, which see keys 3 to 7; row 5 of dout sees keys 3 to 5. 0 * NaN is NaN."""
     q, k, v, dout, _ = draw()
     (v if name == "v" else dout)[:, 5] = float("nan")

@@ -53,7 +53,7 @@ def test_a_backend_without_a_timeout(group: dist.ProcessGroup) -> None:
     assert fake_pg and timeout(other).total_seconds() == 600
 
 
-def test_watch_nccl_barriers_and_messages_wait_as_long_as_the_group(group: dist.ProcessGroup) -> None:
+def test_all_waits_are_as_long_as_the_groups(group: dist.ProcessGroup) -> None:
     over_gloo = transport.PointToPoint("gloo", group)
     assert over_gloo.post([], [])._timeout == timedelta(seconds=OWN_S)
     assert Watchdog().add(mock.Mock(spec=transport.GroupAreas, group=group), CPU).queue.timeout == OWN_S

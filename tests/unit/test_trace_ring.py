@@ -46,7 +46,7 @@ def test_timeline_names_what_the_device_did() -> None:
     ]  # fmt: skip
 
 
-def test_what_a_device_did_until_it_had_spun_is_left_out() -> None:
+def test_work_before_the_spin_is_left_out() -> None:
     host = event("user_annotation", "ringflash::forward_step0", 0, 1)
     work = [event("kernel", "forward_kernel", 30, 40), event("gpu_user_annotation", "ringflash::forward_step0", 30, 40)]
     before = [event("kernel", "forward_kernel", 0, 5), event("kernel", "at::cuda::spin_kernel(long)", 5, 30)]

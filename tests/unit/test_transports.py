@@ -88,7 +88,7 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "problem, chosen", [(None, "copy_engine"), (copy_engine.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
 )
-def test_auto_takes_the_copy_engine_where_memory_is_in_reach(problem: Exception | None, chosen: str) -> None:
+def test_auto_takes_the_copy_engine_in_reach(problem: Exception | None, chosen: str) -> None:
     group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
@@ -299,9 +299,7 @@ def test_an_error_of_one_rank_is_raised_on_both(processes: Callable[..., list[An
     assert begun[0].count == 2  # only its own
 
 
-def test_rank_that_fails_alone_names_its_error(
-    processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_a_single_rank_is_named(processes: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one is in the mapping still, and does not answer."""
     silent = RuntimeError("some of the 2 ranks of the group did not join the call")
 
@@ -335,7 +333,7 @@ def test_auto_hides_no_other_error() -> None:
     assert group not in transport._decided
 
 
-def test_the_memory_of_messages_lives_as_long_as_its_group() -> None:
+def test_memory_of_messages_lives_with_its_group() -> None:
     """A group of the same name, made after the first was destroyed, has its own; the first one's is given back."""
     first, second = (mock.Mock(group=mock.Mock(group_name="0")) for _ in range(2))
     for channel in (first, second):
@@ -382,10 +380,10 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
             del gathered
             assert all(storage.expired() for storage in held)
             held = [StorageWeakRef(storage.untyped_storage()) for storage in buffers._storage.values()]
-            assert len(held) == 2  # of K/V, and of gradients that came home
+            assert len(held) == 2  # of K/V, and of gradients that returned
 
 
-def test_a_buffer_is_given_up_before_a_larger_one_is_made() -> None:
+def test_buffer_is_freed_before_a_larger_one() -> None:
     empty = torch.empty
     with mock.patch.object(buffers, "_storage", {}):
         held = StorageWeakRef(transport.buffer("kv.0", (8,), torch.uint8, torch.device("cpu")).untyped_storage())

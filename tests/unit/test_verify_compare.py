@@ -109,7 +109,7 @@ def test_a_loss_may_be_as_wrong_as_rounding_explains(factor: float, passes: bool
     assert [c.name for c in failed(got)] == ([] if passes else ["loss"])
 
 
-def test_a_parameter_rounded_below_the_others_is_not_held_to_its_luck() -> None:
+def test_parameter_of_lucky_rounding_passes() -> None:
     """Its baseline happens to be exact; the usual error of the others is its budget."""
     baseline, got = observation(torch.bfloat16), observation(torch.bfloat16)
     baseline.gradients["w0"] = observation().gradients["w0"]
@@ -150,7 +150,7 @@ def test_positions_are_named_with_chunk_and_rank() -> None:
     assert place.chunk_ends == {7, 15, 23, 31}
 
 
-def test_positions_of_the_shard_are_suspected_only_where_they_differ_from_global_ones() -> None:
+def test_shard_positions_are_suspected_if_they_differ() -> None:
     place = ShardedPositions(SEQLEN, 2, "zigzag")
     probes = [Reach(0, [0, 1, 30], [0, 1, 30])]
     assert "(RoPE) of the shard's own" in layer_hint(8, probes, place, False)

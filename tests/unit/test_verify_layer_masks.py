@@ -12,7 +12,7 @@ from torch import nn
 
 from ringflash.testing.dense import visible
 from ringflash.verify.compare import Check
-from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks
+from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.probe import read_forward
 from ringflash.verify.subject import Training, draw_data
 from tests.helpers.models import TINY
@@ -32,7 +32,14 @@ def test_spans_are_those_of_dense_attention(mask: LayerMask, causal: bool) -> No
         seen &= places[:, None] // mask.chunk == places[None] // mask.chunk
     masks = LayerMasks({"layer": mask}, draw_data(61, SEQLEN, BOUNDS, 0, torch.device("cpu")), causal)
     for key in range(SEQLEN):
-        assert list(range(*masks._span("layer", key))) == seen[:, key].nonzero().flatten().tolist()
+        assert torch.equal(masks._queries_of("layer", key), seen[:, key])
+
+
+def test_queries_of_documents_that_continue_others() -> None:
+    data = draw_data(61, 12, [0, 4, 7, 12], 0, torch.device("cpu"), [-1, 0, 0], [False, True, False])
+    masks = LayerMasks({"full": LayerMask(), "window": LayerMask(window=3)}, data, causal=True)
+    seen = [ranges_of(masks._queries_of(name, key)) for name, key in (("full", 2), ("full", 5), ("window", 3))]
+    assert seen == ["[2, 12)", "[4, 7)", "[3, 6) and [7, 9)"]
 
 
 def check_of(config: Any, bounds: list[int] | None, window: int | None = None) -> tuple[list[str], Check]:
@@ -81,20 +88,20 @@ def test_right_models_pass(family: str, options: dict[str, Any], want: list[str]
     assert (masks, check.verdict, check.note) == (want, "ok", "")
 
 
-def test_a_window_that_hides_nothing_is_not_called_right() -> None:
+def test_window_that_hides_nothing_is_not_right() -> None:
     config = pytest.importorskip("transformers").AutoConfig.for_model("mistral", **TINY, sliding_window=48)
     _, check = check_of(config, None)
     assert (check.verdict, check.failed) == ("not compared", [])
     assert check.note.startswith("a window of 48 hides nothing from the positions that are changed; raise --seqlen")
 
 
-def test_the_window_of_the_command_line_goes_before_the_configuration() -> None:
+def test_window_of_the_command_line_goes_first() -> None:
     config = pytest.importorskip("transformers").AutoConfig.for_model("llama", **TINY)
     masks, check = check_of(config, None, window=5)
     assert masks == [WINDOWED] * 2 and len(check.failed) == 2
     assert check.note.startswith("position 0 reaches 5, outside [0, 5) at cp=1 and cp=N")
 
 
-def test_a_model_without_a_configuration_is_not_compared() -> None:
+def test_model_without_configuration_is_not_compared() -> None:
     masks = LayerMasks(declared_masks(nn.Linear(2, 2)), draw_data(61, 8, None, 0, torch.device("cpu")), causal=True)
     assert masks.check(lambda wide: {}, lambda wide: {}).verdict == "not compared"

@@ -55,7 +55,7 @@ def test_nothing_is_counted_unasked() -> None:
         pass
 
 
-def test_the_callback_logs_the_longest_wait_of_all_ranks(
+def test_callback_logs_the_longest_wait_of_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And prints the rank that waited least, as the one that the others waited for."""

@@ -1,4 +1,4 @@
-"""Stalls by the watch, its report of each rank, and what it leaves alone. One process, no real time.
+"""Stalls by the watch, its report of each rank, and what it does not judge. One process, no real time.
 
 The ranks of a group are watches side by side with one clock and one store; tokens end when the test says so.
 """
@@ -182,7 +182,7 @@ def test_every_rank_names_who_waits_for_what() -> None:
         world.ranks[1].begin()
 
 
-def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
+def test_rank_outside_the_ring_has_two_numbers() -> None:
     with mock.patch.object(dist, "get_process_group_ranks", lambda group: [4, 5]):
         world = World(2)
     world.ranks[0].issue(1)
@@ -191,30 +191,17 @@ def test_a_rank_outside_the_ring_is_named_by_both_its_numbers() -> None:
     assert "rank 1 (5) has not begun call 1 (it has made none)" in world.ranks[0].watch.stalled
 
 
-def test_a_long_queue_is_no_stall() -> None:
-    """Each call takes most of the timeout; the last waits many times as long for its turn."""
+def test_progress_is_no_stall() -> None:
+    """Five calls, and then the sections of one, each take most of the timeout; then there is nothing to do."""
     world = World(2)
     queues = [[rank.issue(1) for _ in range(5)] for rank in world.ranks]
     for calls in zip(*queues, strict=True):
         world.run(TIMEOUT_S - 5)
         finish(*calls)
         world.run(2)
-    assert world.is_quiet()
-
-
-def test_sections_that_end_one_by_one_are_no_stall() -> None:
-    world = World(2)
-    calls = [rank.issue(5) for rank in world.ranks]
-    for tokens in zip(*calls, strict=True):
+    for tokens in zip(*(rank.issue(5) for rank in world.ranks), strict=True):
         world.run(TIMEOUT_S - 5)
         finish(list(tokens))
-    world.run(2)
-    assert world.is_quiet()
-
-
-def test_nothing_to_do_is_no_stall() -> None:
-    world = World(2)
-    finish(*(rank.issue(2) for rank in world.ranks))
     world.run(10 * TIMEOUT_S)
     assert world.is_quiet()
 
@@ -235,7 +222,7 @@ def test_a_host_that_compiles_is_no_stall() -> None:
     assert world.is_quiet()
 
 
-def test_the_host_of_another_rank_may_be_what_is_waited_for() -> None:
+def test_busy_host_of_another_rank_is_named() -> None:
     world = World(2)
     world.ranks[0].issue(1)
     with world.ranks[1].begin():
@@ -243,33 +230,24 @@ def test_the_host_of_another_rank_may_be_what_is_waited_for() -> None:
     assert "rank 1 is still issuing forward call 1: its host is busy" in world.ranks[0].watch.stalled
 
 
-def test_a_call_that_raised_is_no_stall() -> None:
-    world = World(1)
-    with pytest.raises(MemoryError), world.ranks[0].begin() as call:
+def test_what_is_gone_is_not_judged() -> None:
+    """A call that raised, a group that was destroyed, and a transport that was dropped."""
+    raised, destroyed, dropped = (World(2) for _ in range(3))
+    with pytest.raises(MemoryError), raised.ranks[0].begin() as call:
         call.reach(Token(), "for all ranks to begin")
         raise MemoryError
-    world.run(2 * TIMEOUT_S)
-    assert world.is_quiet()
-
-
-def test_a_group_that_was_destroyed_is_left_alone() -> None:
-    world = World(2)
-    for rank in world.ranks:
+    for rank in (*destroyed.ranks, *dropped.ranks):
         rank.issue(1)
+    for rank in destroyed.ranks:
         rank.memory.group.store = None
-    world.run(2 * TIMEOUT_S)
-    assert world.is_quiet()
+    for i, rank in enumerate(dropped.ranks):
+        rank.memory = Memory(Group(i, 2, dropped.store))
+    for world in (raised, destroyed, dropped):
+        world.run(2 * TIMEOUT_S)
+        assert world.is_quiet()
 
 
-def test_a_transport_that_was_dropped_is_left_alone() -> None:
-    world = World(1)
-    world.ranks[0].issue(1)
-    world.ranks[0].memory = Memory(Group(0, 1, world.store))
-    world.run(2 * TIMEOUT_S)
-    assert world.is_quiet()
-
-
-def test_time_in_which_nobody_could_look_does_not_count() -> None:
+def test_time_without_a_look_does_not_count() -> None:
     """Processes that were stopped and go on later."""
     world = World(2)
     calls = [rank.issue(1) for rank in world.ranks]
@@ -307,7 +285,7 @@ def test_later_calls_of_another_group_hide_no_stall() -> None:
 
 
 @pytest.mark.parametrize("seconds", range(3))
-def test_of_two_transports_of_a_group_one_that_waits_answers(seconds: int) -> None:
+def test_of_two_transports_the_waiting_one_answers(seconds: int) -> None:
     """Attention over the copy engine, and recurrent layers over NCCL; whichever asks the store first."""
     world = World(3)
     for rank in world.ranks:
@@ -323,22 +301,22 @@ def test_of_two_transports_of_a_group_one_that_waits_answers(seconds: int) -> No
         assert "rank 1 has been waiting" in rank.watch.stalled and "has not begun call" not in rank.watch.stalled
 
 
-def test_a_store_that_is_gone_ends_nobody() -> None:
-    world = World(2)
-    gone = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
+def lost_store() -> mock.Mock:
+    return mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
+
+
+def test_a_lost_store_ends_no_rank() -> None:
+    """It is asked no more, unless there is a stall to report."""
+    world, gone = World(2), lost_store()
     for rank in world.ranks:
         finish(rank.issue(1))
         rank.memory.group.store = gone
     world.run(3 * TIMEOUT_S)
-    assert world.is_quiet()
-    assert gone.clone.call_count == 2  # and is left alone
-
-
-def test_a_stall_is_reported_without_the_store() -> None:
+    assert world.is_quiet() and gone.clone.call_count == 2
     world = World(2)
     rank = world.ranks[0]
     rank.issue(1)
-    rank.memory.group.store = mock.Mock(**{"clone.side_effect": RuntimeError("connection reset\nframe #0")})
+    rank.memory.group.store = lost_store()
     world.run(TIMEOUT_S + 5)
     assert "rank 0 has been waiting 600 s for all ranks to begin in forward call 1; no other rank" in rank.watch.stalled
     assert "could be asked (connection reset): the process that keeps the group's store" in rank.watch.stalled
@@ -387,7 +365,7 @@ def test_a_collector_that_stops_is_not_waited_for() -> None:
     assert answers[0][0] == {0: "state 0"} and answers[1] == answers[0]
 
 
-def test_the_report_of_many_ranks_begins_with_those_at_fault() -> None:
+def test_report_begins_with_ranks_at_fault() -> None:
     names = [f"rank {rank}" for rank in range(64)]
     answers = {rank: "has been waiting 9 s" for rank in range(64) if rank != 50} | {40: "has not begun call 2"}
     states = thread._states(names, answers, {50: "GPU 2 of node6"})
@@ -419,7 +397,7 @@ def test_a_store_that_answers_late_is_asked_again() -> None:
     late.set()
 
 
-def test_a_healthy_long_call_over_nccl_asks_the_store_seldom() -> None:
+def test_long_call_over_nccl_asks_the_store_seldom() -> None:
     world = World(2)
     channels = [rank.over_nccl() for rank in world.ranks]
     calls = [rank.issue(1, memory=channel) for rank, channel in zip(world.ranks, channels, strict=True)]
@@ -431,7 +409,7 @@ def test_a_healthy_long_call_over_nccl_asks_the_store_seldom() -> None:
     assert world.is_quiet()
 
 
-def test_a_device_that_failed_is_said_once_and_told_to_who_asks() -> None:
+def test_failed_device_is_said_once() -> None:
     world = World(2)
     broken, waiting = world.ranks
     for rank in world.ranks:
@@ -471,7 +449,7 @@ def broken_world() -> tuple[World, list[Messages]]:
     return world, channels
 
 
-def test_what_nccl_lost_is_named_without_waiting_for_the_timeout() -> None:
+def test_what_nccl_lost_is_named_at_once() -> None:
     world, channels = broken_world()
     assert world.is_quiet()
     channels[0].broken = channels[1].broken = True
@@ -497,7 +475,7 @@ def test_nccl_may_be_lost_between_two_calls() -> None:
     assert "or it is in no call; " in report
 
 
-def test_an_error_of_nccl_becomes_one_that_names_the_ranks() -> None:
+def test_error_of_nccl_names_the_ranks() -> None:
     world, channels = broken_world()
     caller = world.living.pop(0)  # its thread that looks would wait for the report of the one that works
     cause = dist.DistBackendError("NCCL error in: file\nLast error:\nConnection closed by remote peer there<1>")
@@ -521,7 +499,7 @@ def test_other_errors_of_a_call_are_the_callers() -> None:
     assert world.is_quiet()
 
 
-def test_the_store_is_left_alone_where_nothing_waits_for_nccl() -> None:
+def test_store_is_asked_only_if_nccl_is_awaited() -> None:
     world = World(2)
     with mock.patch.object(Board, "asked", side_effect=AssertionError):
         world.ranks[0].issue(1)
@@ -540,7 +518,7 @@ def test_which_answers_of_nccl_are_a_broken_connection(error: str, broken: int) 
     assert not PointToPoint.is_broken(channel)
 
 
-def test_a_fault_of_its_own_ends_the_watch_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_the_watch_ends_only_it(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watchdog(say=pytest.fail, end=pytest.fail)
     watch.poll = mock.Mock(side_effect=ValueError("a mistake"))  # type: ignore[method-assign]
     watch._wake.set()
@@ -559,7 +537,7 @@ def test_the_thread_looks_until_it_is_stopped() -> None:
     assert watch._thread is not None and not watch._thread.is_alive()
 
 
-def test_many_calls_are_looked_at_before_the_period_is_over() -> None:
+def test_many_calls_are_looked_at_early() -> None:
     """Or a fast device would leave thousands of events."""
     rank = World(1).ranks[0]
     for _ in range(thread._EARLY_POLL_CALLS - 1):
@@ -637,16 +615,13 @@ def events(answers: dict[int, int], **codes: int) -> tuple[Events, Driver]:
         return Events(torch.device("cuda", 0)), driver
 
 
-def test_events_are_asked_of_the_driver_out_of_the_way_of_captures() -> None:
+def test_events_are_asked_of_the_driver() -> None:
+    """Out of the way of captures."""
     found, driver = events({1: 0, 2: 600, 3: 719})
     begun = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"]
     assert driver.called == begun
-    assert found.ended(SimpleNamespace(cuda_event=1)) is True  # type: ignore[arg-type]
-    assert found.ended(SimpleNamespace(cuda_event=2)) is False  # type: ignore[arg-type]
+    assert [found.ended(SimpleNamespace(cuda_event=event)) for event in (1, 2)] == [True, False]  # type: ignore[arg-type]
     with pytest.raises(DeviceLost, match="CUDA error 719"):
         found.ended(SimpleNamespace(cuda_event=3))  # type: ignore[arg-type]
-
-
-def test_a_driver_that_refuses_is_heard() -> None:
     with pytest.raises(DeviceLost, match="CUDA error 3"):
         events({}, cuDevicePrimaryCtxRetain=3)

@@ -1,18 +1,23 @@
 """Trainings of a module without a ring through Lightning's DeepSpeed: when it steps, clips, saves and averages.
 
-Every rank has the same batches, so that one process in fp64 says what is right. For deepspeed_worker.py.
+Two and four gloo processes on the CPU. Every rank has the same batches, so that one process in fp64 says what is right.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 import pytest
 import torch
-import torch.distributed as dist
+
+pytest.importorskip("deepspeed")
+
 from deepspeed.utils import safe_get_full_fp32_param
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
@@ -21,9 +26,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader
 
 from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
-from ringflash.comm.mesh import DATA_AXIS
+from ringflash import deepspeed
 from ringflash.comm.seeding import seeded
 from tests.helpers.one_step import Tensors
+from tests.helpers.pool import Context, Launches, on_ranks
+from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import ROOT, error_of
 
 CLIPPING, OTHER_CLIPPING, DECAY = 0.05, 0.2, 0.5
@@ -32,17 +39,21 @@ CP_SIZE = 2
 FP32_EPS = 2.0**-23
 
 
-class Run(NamedTuple):
-    """The folders of a launch, and its mesh."""
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
 
-    texts: str
-    out: Path
-    mesh: DeviceMesh
 
-    @property
-    def dp_size(self) -> int:
-        """Number of sequences at a time."""
-        return self.mesh[DATA_AXIS].size()
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Launches]:
+    with closing(Launches(DS_ACCELERATOR="cpu")) as launches:
+        yield launches
+
+
+@cache
+def mesh() -> DeviceMesh:
+    """Join these ranks, of which two share a sequence."""
+    return deepspeed.context_mesh(CP_SIZE)
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -88,31 +99,31 @@ class Line(lightning.LightningModule):
 
 
 def short_trainer(strategy: DeepSpeedContextParallelStrategy, **options: Any) -> lightning.Trainer:
-    """A trainer, of four steps unless the options say otherwise, that writes and prints nothing."""
-    return lightning.Trainer(
-        strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **({"max_steps": 4} | options),
-    )  # fmt: skip
+    """A trainer, of four steps unless the options say otherwise."""
+    return quiet_trainer(strategy=strategy, **({"max_steps": 4} | options))
 
 
-def scheduled_rates(run: Run) -> None:
+@on_ranks(4)
+def test_unequal_batches(ctx: Context) -> None:
+    """A data rank with a batch more than the other is refused: it would wait for gradients that the other lacks."""
+    mesh()
+    strategy = DeepSpeedContextParallelStrategy(CP_SIZE, config=config_of("zero1"))
+    module = Line()
+    module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
+    error = error_of(short_trainer(strategy).fit, module)
+    assert error.startswith("data loaders must have the same number of batches on every rank, got [1] and [2]"), error
+
+
+@on_ranks(4)
+def test_scheduled_rates(ctx: Context) -> None:
     """The scheduler of the config is followed if the module makes none: a linear warm-up over four steps."""
+    mesh()
     warm_up = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
     config = {**config_of("zero1"), "scheduler": {"type": "WarmupLR", "params": warm_up}}
     module = Line()
     trainer = short_trainer(DeepSpeedContextParallelStrategy(CP_SIZE, config=config))
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 2)))
     assert module.rates == pytest.approx([0.0, 0.025, 0.05, 0.075])
-
-
-def unequal_batches(run: Run) -> None:
-    """A data rank with a batch more than the other is refused: it would wait for gradients that the other lacks."""
-    strategy = DeepSpeedContextParallelStrategy(CP_SIZE, config=config_of("zero1"))
-    module = Line()
-    module.train_dataloader = lambda: torch.utils.data.DataLoader(torch.randn(1 + strategy.dp_rank, 2))  # type: ignore
-    error = error_of(short_trainer(strategy).fit, module)
-    assert error.startswith("data loaders must have the same number of batches on every rank, got [1] and [2]"), error
 
 
 class ByHand(Line):
@@ -179,11 +190,13 @@ def furthest(got: Tensors, want: nn.Module) -> float:
     return max(((got[n].double() - p).abs().max() / p.abs().max()).item() for n, p in wanted.items())
 
 
-def steps(run: Run) -> None:
+@on_ranks(2)
+def test_steps(ctx: Context) -> None:
     """Steps by hand, clipped, each after four backwards; and accumulated ones in epochs that end in the middle of one.
 
     Each of up to four steps of fp32 rounds some ten times: gradients, their norm, the clipping, the update.
     """
+    mesh()
     for name in CONFIGS:
         epochs = [[0, 1], [2], [0, 1], [2]]
         for kind, batches, count, options in (
@@ -202,19 +215,23 @@ def steps(run: Run) -> None:
             assert furthest(keeper.weights, want) <= 40 * FP32_EPS, (name, kind)
 
 
-def checkpoints(run: Run) -> None:
+@on_ranks(2)
+def test_checkpoints(ctx: Context, out: Path) -> None:
     """Checkpoints are evaluated and continued, at stage 1 with an average of the weights, which is kept in them."""
+    mesh()
     for name in ("zero1", "zero3"):
-        found = resuming(name, run.out / f"{name}.ckpt", average=name == "zero1")
+        found = resuming(name, out / f"{name}.ckpt", average=name == "zero1")
         assert max(found.values()) <= 80 * FP32_EPS, (name, found)
 
 
-def other_stages(run: Run) -> None:
+@on_ranks(2)
+def test_other_stages(ctx: Context, out: Path) -> None:
     """A run at another stage than the checkpoint's is refused: DeepSpeed fails without a word."""
+    mesh()
     loader = DataLoader(batches_of(4), batch_size=None)
     for name, other, stage in (("zero0", "zero1", "1 or 2"), ("zero2", "zero3", "3")):
         trainer = short_trainer(DeepSpeedContextParallelStrategy(config=config_of(name)))
-        error = error_of(trainer.fit, Line(), loader, ckpt_path=run.out / f"{other}.ckpt")
+        error = error_of(trainer.fit, Line(), loader, ckpt_path=out / f"{other}.ckpt")
         assert error.startswith("ckpt_path must be a checkpoint of this run's ZeRO stage, got "), error
         assert f"the parts of stage {stage}; train at that stage" in error, error
 
