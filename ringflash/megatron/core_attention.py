@@ -22,6 +22,7 @@ _SETTINGS = {  # of Megatron's configuration: a ring computes attention as with 
     "log_max_attention_logit": False,
     "apply_query_key_layer_scaling": False,
     "attention_backend": AttnBackend.auto,
+    "flash_attention_version": None,
     "fp8_dot_product_attention": False,
     "fp8_multi_head_attention": False,
     "batch_invariant_mode": False,

@@ -142,6 +142,7 @@ def attention(config: TransformerConfig, **changes: Any) -> RingCoreAttention:
         ("qk_clip", True, "False"),
         ("log_max_attention_logit", True, "False"),
         ("attention_backend", AttnBackend.fused, "<AttnBackend.auto"),
+        ("flash_attention_version", 3, "None"),
         ("fp8_dot_product_attention", True, "False"),
         ("apply_query_key_layer_scaling", True, "False"),
         ("cuda_graph_impl", "full_iteration", "'none'"),
