@@ -96,6 +96,10 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
+    for name, result in _of_results("torchtitan_*"):
+        yield "docs/torchtitan.md", name, torchtitan_table(result)
+    for name, result in _of_results("megatron_*"):
+        yield "docs/megatron.md", name, megatron_table(result)
     for page, names in EXAMPLES.items():
         for name in names:
             yield page, name, f"```python\n{(ROOT / 'examples' / name).with_suffix('.py').read_text()}```"
@@ -435,6 +439,48 @@ def documents_table(result: dict, column: str = "tokens of a document") -> str:
     head = [f"| {column} | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
     rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
+
+
+def torchtitan_table(result: dict) -> str:
+    """Tabulate tokens/s and memory of torchtitan's steps by length, and how far its losses and gradients agree."""
+    head = "| tokens | torchtitan's own | ringflash | ratio | losses differ by | norms of gradients by |"
+    lines = [_source_of_trainer(result, "torchtitan"), "", head, "|---|---|---|---|---|---|"]
+    rows = {(row["seqlen"], row["attention"]): row for row in result["rows"]}
+    for seqlen in dict.fromkeys(row["seqlen"] for row in result["rows"]):
+        ring, flex = rows[seqlen, "ring"], rows[seqlen, "flex"]
+        speeds = (f"{row['tokens_per_s']:,} tokens/s, {row['memory_gib']:.1f} GiB" for row in (flex, ring))
+        differ = (
+            max(abs(x / y - 1) for x, y in zip(ring[kind], flex[kind], strict=True))
+            for kind in ("losses", "gradient_norms")
+        )
+        ratio = f"{ring['tokens_per_s'] / flex['tokens_per_s']:.2f}"
+        lines.append(_row(f"{seqlen:,}", *speeds, ratio, *(f"{x:.0e}" for x in differ)))
+    return "\n".join(lines)
+
+
+def megatron_table(result: dict) -> str:
+    """Tabulate milliseconds of Megatron's steps by length, and the largest difference of a gradient."""
+    head = "| tokens | Megatron's attention, one GPU | ringflash, one GPU | ring of two GPUs | gradients differ by |"
+    lines = [_source_of_trainer(result, "megatron-core"), "", head, "|---|---|---|---|---|"]
+    for tokens, packed in dict.fromkeys((row["tokens"], row["packed"]) for row in result["rows"]):
+        ways = {row["way"]: row for row in result["rows"] if (row["tokens"], row["packed"]) == (tokens, packed)}
+        shown = (
+            f"{1000 * ways[way]['seconds']:.0f} ms, {ways[way]['allocated_gib']:.1f} GiB" if way in ways else ""
+            for way in ("own", "one", "ring")
+        )
+        name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
+        lines.append(_row(name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
+    return "\n".join(lines)
+
+
+def _source_of_trainer(result: dict, package: str) -> str:
+    names = {name: result[name] for name in (package, "torch", "triton")}
+    versions = ", ".join(f"{name} {version}" for name, version in names.items())
+    return f"`{result['command']}`, commit {result['commit']}: {result['device']}, {versions}."
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def steps_of_documents_table(result: dict) -> str:
