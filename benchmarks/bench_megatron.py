@@ -59,6 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group(options.backend)
     torch.cuda.set_device(dist.get_rank() % max(1, torch.cuda.device_count()))
+    header = {**describe("megatron-core"), "model": {**vars(options), "json": None}}
     rows = []
     for length in map(int, options.lengths.split(",")):
         for packed in (False, True):
@@ -71,10 +72,8 @@ def main() -> None:
                 rows.append(row)
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
-    if options.json and dist.get_rank() == 0:
-        about = describe("megatron-core")
-        found = {"about": about, "model": {**vars(options), "json": None}, "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1))
+                    if options.json:
+                        options.json.write_text(json.dumps({**header, "rows": rows}, indent=1))
     dist.destroy_process_group()
 
 

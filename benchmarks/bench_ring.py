@@ -45,9 +45,10 @@ TOY = (
     *(Row(256, 4, 2, 64, kind) for kind in DOCUMENTS),
 )
 ROWS = (
-    *(Row(length * K, 32, 8, 128, "causal") for length in (4, 8, 32, 64, 128)),
+    *(Row(length * K, 32, 8, 128, "causal") for length in (4, 8, 16, 32, 64, 128)),
     *(Row(length * K, 32, 8, 128, "full") for length in (8, 32)),
-    *(Row(8 * K, *shape, "causal") for shape in ((32, 8, 64), (64, 8, 128), (32, 32, 128))),
+    *(Row(8 * K, *shape, "causal") for shape in ((32, 8, 64), (64, 8, 128))),
+    *(Row(length * K, 32, 32, 128, "causal") for length in (4, 8, 16, 32)),
     *(Row(128 * K, 32, 8, 128, kind) for kind in ("window", *DOCUMENTS)),
 )
 

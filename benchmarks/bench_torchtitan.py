@@ -56,7 +56,8 @@ from benchmarks.environment import describe  # noqa: E402
 ABOUT = (
     "Steps of torchtitan's Trainer, {flavor} with {layers} layers and a vocabulary of 16,384, one document a sequence. "
     "seconds: wall-clock time from the loss of one step to that of the next, on the first rank; tokens_per_s of all "
-    "GPUs together, by the median; memory_gib: peak of torch's allocator on the first rank."
+    "GPUs together, by the median; memory_gib: peak of torch's allocator on the first rank. "
+    "losses and gradient_norms are those of every step, from the first."
 )
 ATTENTIONS = ("ring", "flex")
 WARM_UP = 3
@@ -160,12 +161,13 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
     if OLD_TORCH:
         use_old_torch(attention)
     trainer = configure(attention, **arguments).build()
-    ends, losses, log = [], [], trainer.metrics_processor.log
+    ends, losses, norms, log = [], [], [], trainer.metrics_processor.log
 
-    def logged(step: int, loss: float, *args: Any, **kwargs: Any) -> None:
+    def logged(step: int, loss: float, largest: float, norm: float, **more: Any) -> None:
         ends.append(time.perf_counter())  # the loss is on the host: the step has ended on the device
         losses.append(loss)
-        log(step, loss, *args, **kwargs)
+        norms.append(norm)
+        log(step, loss, largest, norm, **more)
 
     trainer.metrics_processor.log = logged
     trainer.train()
@@ -178,6 +180,7 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
             "tokens_per_s": round(arguments["seqlen"] / statistics.median(seconds)),
             "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
             "losses": losses,
+            "gradient_norms": norms,
         }
         out.write_text(json.dumps(found))
     trainer.close()
@@ -194,11 +197,11 @@ def main() -> None:
     parser.add_argument("--flavor", default="llama3_8b", help="function of torchtitan.models.llama3.config_registry")
     parser.add_argument("--nproc", type=int, default=None, help="GPUs; default all")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
-    parser.add_argument("--run", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
+    parser.add_argument("--only", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
     options = parser.parse_args()
     shape = {"layers": options.layers, "steps": options.steps, "flavor": options.flavor}
-    if options.run:
-        attention, seqlen = options.run.split(":")
+    if options.only:
+        attention, seqlen = options.only.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)
         return
     results: dict[str, Any] = {"about": ABOUT.format(**shape), **describe("torchtitan"), "rows": []}
@@ -208,7 +211,7 @@ def main() -> None:
                 out = Path(folder, "result.json")
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
                 command += [str(options.nproc or torch.cuda.device_count()), __file__, "--json", str(out)]
-                command += ["--run", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
+                command += ["--only", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
                 subprocess.run(command, check=True)
                 results["rows"].append(row := json.loads(out.read_text()))
             options.json.write_text(json.dumps(results, indent=1))

@@ -1,6 +1,6 @@
 """Kernels under two-sided masks: right against fp64, then fast beside the causal kernel at equal visible pairs.
 
-    python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--dry]
+    python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--dry] [--beside [MASK ...]]
 
 One Hopper GPU. TFLOP/s count visible pairs only; shares are those of the causal kernel with as many pairs, timed in
 turns with it. Each part stops at its own limit, and each line is printed as it is measured. `--dry` needs no GPU: it
@@ -17,8 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -58,7 +59,7 @@ def rollouts(groups: int, prompt: int, answers: int, length: int, left: int = -1
     return forest(lengths, parents, left=left)
 
 
-def agents(total: int, seed: int = 0) -> SequenceMask:
+def agents(total: int, seed: int = 0, shortest: int = 256, longest: int = 4096) -> SequenceMask:
     """Return trunks of 12 turns; at a third of the turns, another continuation; the heaviest tree first."""
     rng = random.Random(seed)
     lengths: list[int] = []
@@ -67,7 +68,7 @@ def agents(total: int, seed: int = 0) -> SequenceMask:
     def grow(parent: int, depth: int) -> None:
         chain = []
         for d in range(depth, 12):
-            n = min(int(math.exp(rng.uniform(math.log(256), math.log(4096)))), total - sum(lengths))
+            n = min(int(math.exp(rng.uniform(math.log(shortest), math.log(longest)))), total - sum(lengths))
             if n <= 0:
                 break
             lengths.append(n)
@@ -125,6 +126,7 @@ CASES: dict[str, Callable[[], Mask]] = {
     "rank 5 of 8, balanced, agent trees of 512k": lambda: gathered(agents(524288), 8, 5, "balanced"),
     "rank 5 of 8, zigzag, 16 x 30k after 32k": lambda: gathered(rollouts(1, 32768, 16, 30720), 8, 5, "zigzag"),
     "block diffusion, blocks of 32": lambda: whole(block_diffusion(1024, 32)),
+    "prefix-LM, 16k of 64k": lambda: whole(forest([16384, 49152], [-1, 0], [True, False])),
     "image spans (one-sided)": lambda: whole(images(45, 1200, 256)),
 }
 
@@ -211,7 +213,7 @@ def causal_of_equal_pairs(mask: Mask) -> Mask:
     return Mask.band(tokens, tokens, causal=True)
 
 
-def speeds(contenders: dict[str, Ours]) -> dict[str, tuple[float, float]]:
+def speeds(contenders: Mapping[str, Ours | Rival]) -> dict[str, tuple[float, float]]:
     """Return TFLOP/s of forward and backward of each contender."""
     forward = timed_in_turns({name: x.forward for name, x in contenders.items()})
     backward = timed_in_turns({name: x.backward for name, x in contenders.items()})
@@ -265,6 +267,15 @@ def _check_fp8(mask: Mask, dim: int, suffixes: tuple[str, ...]) -> float:
     return worst
 
 
+def _uneven() -> Mask:
+    """Return a mask under which a few tiles of keys are seen by most queries."""
+    return whole(rollouts(1, 2000, 6, 700))
+
+
+def _check_parts(dim: int) -> float:
+    return _check(_uneven(), dim)
+
+
 _PRODUCTS = ("", "_scores", "_all")
 CHECKS: dict[str, list[Callable[[], object]]] = {
     "hd128": [
@@ -285,6 +296,10 @@ CHECKS: dict[str, list[Callable[[], object]]] = {
         lambda: _check_fp8(whole(forest(*_DEEP)), 128, _PRODUCTS),
     ],
     "fp8 hd256": [lambda: _check_fp8(whole(_WINDOW()), 256, ("",))],
+    "walks in parts": [
+        *(partial(_check_parts, dim) for dim in (64, 128, 256)),
+        lambda: _check_fp8(_uneven(), 128, _PRODUCTS),
+    ],
     "deterministic": [
         lambda: _check(whole(forest(*_DEEP)), 128, deterministic=True),
         lambda: _check(whole(_WINDOW()), 64, deterministic=True),
@@ -326,30 +341,146 @@ def check_in_parallel(note: Callable[..., None], limit: float) -> None:
     note(seconds_of_checks=round(time.time() - began, 1))
 
 
-# -------------------------------------------------------------------------------------------------- flex_attention
+# -------------------------------------------------------------------------------------------------------- rivals
 
 
-def flex(mask: Mask, dim: int, backend: str | None) -> tuple[float, float]:
-    """Return TFLOP/s of flex_attention with a BlockMask; backend "FLASH" is flash-attn-4."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+class Rival(ABC):
+    """Forward and backward of another library on the tensors of ours."""
 
-    (start, stop), ends = mask.bounds("cuda"), mask.ends().cuda()
+    out: torch.Tensor
 
-    def visible(b, h, i, j):
-        return (j >= start[i]) & (j < stop[i]) & (i < ends[j])
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what the launches need."""
 
-    blocks = torch.compile(create_block_mask)(visible, None, None, mask.seqlen_q, mask.seqlen_k, device="cuda")
-    sizes = (mask.seqlen_q, HEADS), (mask.seqlen_k, KV_HEADS), (mask.seqlen_k, KV_HEADS)
-    q, k, v = (draw(rows, heads, dim).transpose(1, 2).requires_grad_() for rows, heads in sizes)
-    options = None if backend is None else {"BACKEND": backend}
-    attend = torch.compile(partial(flex_attention, block_mask=blocks, enable_gqa=True, kernel_options=options))
-    flops = 4 * dim * HEADS * mask.num_visible / 1e12
-    with torch.no_grad():
-        forward = timed_in_turns({"": lambda: attend(q, k, v)})[""]
-    out = attend(q, k, v)
-    dout = torch.randn_like(out)
-    backward = timed_in_turns({"": lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)})[""]
-    return flops / forward, 2.5 * flops / backward
+    @abstractmethod
+    def forward(self) -> None:
+        """Launch the forward, which writes `out`."""
+
+    @abstractmethod
+    def backward(self) -> None:
+        """Launch the backward."""
+
+    def __init__(self, ours: Ours) -> None:
+        self.ours, self.flops = ours, ours.flops
+        (start, stop), ends = ours.mask.bounds("cuda"), ours.mask.ends().cuda()
+        # Tiles past the end read them, too.
+        self.limits = [torch.nn.functional.pad(x, (0, 256)).contiguous() for x in (start, stop, ends)]
+        self.prepare()
+        self.forward()
+        wrong = (self.out.float() - ours.out.float()).norm() / ours.out.float().norm()
+        assert wrong < 0.02, f"another mask: {float(wrong)}"
+
+    def block_mask(self):
+        """Return torch's lists of blocks of 128 x 128."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        start, stop, ends = self.limits
+        mask = self.ours.mask
+
+        def visible(b, h, i, j):
+            return (j >= start[i]) & (j < stop[i]) & (i < ends[j])
+
+        make = torch.compile(create_block_mask, dynamic=True)
+        return make(visible, None, None, mask.seqlen_q, mask.seqlen_k, device="cuda")
+
+
+class Flex(Rival):
+    """flex_attention of torch with its Triton kernels."""
+
+    def prepare(self) -> None:
+        """Compile for this mask."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        x = self.ours
+        self.operands = [t.detach().transpose(1, 2).requires_grad_() for t in (x.q, x.k, x.v)]
+        self.attend = torch.compile(partial(flex_attention, block_mask=self.block_mask(), enable_gqa=True))
+        self.graph = self.attend(*self.operands)
+
+    def forward(self) -> None:
+        """Launch the forward."""
+        with torch.no_grad():
+            self.out = self.attend(*self.operands).transpose(1, 2)
+
+    def backward(self) -> None:
+        """Launch the backward."""
+        torch.autograd.grad(self.graph, self.operands, self.ours.dout.transpose(1, 2), retain_graph=True)
+
+
+class Flash4(Rival):
+    """flash-attn-4 with a mask_mod and lists of blocks."""
+
+    def prepare(self) -> None:
+        """Make the lists of blocks: of keys for the forward, of queries for the backward."""
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+        _, _, *lists = self.block_mask().as_tuple()[:10]
+        lists = [x.int().contiguous() for x in lists]
+        self.blocks = [BlockSparseTensorsTorch(*x, block_size=(128, 128)) for x in (lists[:4], lists[4:])]
+        self.mask_mod = _mask_mod()
+
+    def forward(self) -> None:
+        """Launch the forward."""
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        x = self.ours
+        self.out, self.lse, *_ = _flash_attn_fwd(
+            x.q, x.k, x.v, mask_mod=self.mask_mod, aux_tensors=self.limits, block_sparse_tensors=self.blocks[0],
+            return_lse=True,
+        )  # fmt: skip
+
+    def backward(self) -> None:
+        """Launch the backward."""
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        x = self.ours
+        self.gradients = _flash_attn_bwd(
+            x.q, x.k, x.v, self.out, x.dout, self.lse, mask_mod=self.mask_mod, aux_tensors=self.limits,
+            block_sparse_tensors=self.blocks[1],
+        )  # fmt: skip
+
+
+@cache
+def _mask_mod():
+    """Return the mask as a function of flash-attn-4: of its limits, which are `aux_tensors`."""
+    from cutlass import Int32, cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    @cute.jit
+    def visible(batch, head, i, j, seqlen_info, aux):
+        start = scalar_to_ssa(aux[0][i[0]], Int32)
+        stop = scalar_to_ssa(aux[1][i[0]], Int32)
+        end = scalar_to_ssa(aux[2][j[0]], Int32)
+        return (j >= start) & (j < stop) & (i < end)
+
+    return visible
+
+
+RIVALS = {"flex_attention": Flex, "flash_attn_4": Flash4}
+BESIDE = (
+    "8 x (8 answers of 900 after 1k)",
+    "16 answers of 4k after 2k, window 2k",
+    "16 answers of 4k after 2k",
+    "block diffusion, blocks of 32",
+    "prefix-LM, 16k of 64k",
+    "image spans (one-sided)",
+    "agent trees",
+)
+
+
+def beside(note: Callable[..., None], name: str) -> None:
+    """Time one mask with ours and the other libraries in turns, on the same tensors."""
+    ours = Ours(CASES[name](), 128)
+    contenders: dict[str, Ours | Rival] = {"ringflash": ours}
+    for rival, make in RIVALS.items():
+        try:
+            contenders[rival] = make(ours)
+            contenders[rival].backward()
+        except Exception as error:  # not installed, or it refuses the mask: say which
+            contenders.pop(rival, None)
+            note(case=name, contender=rival, error=f"{type(error).__name__}: {str(error)[:300]}")
+    found = speeds(contenders)
+    note(case=name, beside={rival: [round(x) for x in figures] for rival, figures in found.items()})
 
 
 def main() -> None:
@@ -359,6 +490,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--check", choices=CHECKS, help="only check one group")
+    parser.add_argument("--beside", nargs="*", help="only time these masks beside other libraries; default the main")
     options = parser.parse_args()
     results: list[dict] = []
 
@@ -379,6 +511,12 @@ def main() -> None:
         return
     properties = torch.cuda.get_device_properties(0)
     note(device=properties.name, torch=torch.__version__)
+    if options.beside is not None:
+        for name in options.beside or BESIDE:
+            beside(note, name)
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        return
     check_in_parallel(note, options.seconds * 0.4)
 
     def late(seconds: float = options.seconds) -> bool:
@@ -413,18 +551,6 @@ def main() -> None:
         (bounds, ends) = speeds({"bounds": Ours(mask, 128), "ends": Ours(forced, 128)}).values()
         note(case=f"documents of {shortest} to {longest}", bounds_forward=bounds[0], bounds_backward=bounds[1],
              ends_forward=ends[0], ends_backward=ends[1])  # fmt: skip
-    for backend in (None, "FLASH"):
-        for name in ("8 x (8 answers of 900 after 1k)", "16 answers of 4k after 2k, window 2k", "agent trees"):
-            if late():
-                break
-            contender = f"flex_attention {backend or 'triton'}"
-            try:
-                torch._dynamo.reset()
-                forward, backward = flex(CASES[name](), 128, backend)
-                note(case=name, contender=contender, forward=forward, backward=backward)
-            except Exception as error:  # not installed, or it refuses the mask: say which
-                note(case=name, contender=contender, error=f"{type(error).__name__}: {str(error)[:200]}")
-                break
     note(seconds=time.time() - START)
 
 

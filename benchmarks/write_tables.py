@@ -21,7 +21,8 @@ from ringflash.huggingface.flops import FP8_PER_BF16
 BESIDE = ("out", "dq", "dk", "dv")
 KERNELS = ("hopper", "fa4", "flash2")
 EXAMPLES = {
-    "docs/wrapping.md": ("train_loop", "lightning_module"),
+    "docs/wrapping.md": ("train_loop",),
+    "docs/lightning.md": ("lightning_module",),
     "docs/accelerate.md": ("hf_trainer",),
     "docs/deepspeed.md": ("deepspeed_zero",),
 }

@@ -10,7 +10,6 @@ average to that mean.
 from __future__ import annotations
 
 from numbers import Integral
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -77,18 +76,16 @@ def cross_entropy(
     """
     resolved = resolve(group)
     try:
-        _check(hidden, weight, labels, chunk_tokens, logit_scale)
+        chunk = _checked_chunk(hidden, weight, labels, chunk_tokens, logit_scale)
         _check_num_tokens(num_tokens)
     except ValueError:
         _gather_counts(labels, 0, _INVALID, resolved)  # tell the other ranks, which raise, too
         raise
     count = _agreed_count(labels, num_tokens, resolved).clamp(min=1)
     cp_size = 1 if resolved is None else resolved.size()
-    chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     scale = cp_size / count.to(dtype)
-    loss = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk, logit_scale)
-    return cast(torch.Tensor, loss)
+    return _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, labels.flatten(), scale, chunk, logit_scale)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -109,11 +106,11 @@ def score_tokens(
     Raises:
         ValueError: mismatched shapes, a sharded weight or chunk_tokens below 1, as in `cross_entropy`.
     """
-    _check(hidden, weight, labels, chunk_tokens, logit_scale)
+    chunk = _checked_chunk(hidden, weight, labels, chunk_tokens, logit_scale)
     losses = hidden.new_zeros(labels.numel(), dtype=torch.promote_types(hidden.dtype, torch.float32))
     correct = torch.zeros_like(losses, dtype=torch.bool)
     tokens, wanted = hidden.flatten(0, -2), labels.flatten()
-    for start in range(0, len(wanted), chunk := chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])):
+    for start in range(0, len(wanted), chunk):
         rows = slice(start, start + chunk)
         logits = _logits(tokens[rows], weight, logit_scale).to(losses.dtype)
         losses[rows] = torch.nn.functional.cross_entropy(
@@ -143,10 +140,8 @@ def token_log_probs(
         ValueError: as `cross_entropy`, on this rank only: nothing is sent.
     Numerics: softmax, sums and the gradient of weight over chunks in fp32.
     """
-    _check(hidden, weight, labels, chunk_tokens, logit_scale)
-    chunk = chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
-    both = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
-    log_probs, entropy = cast(tuple[torch.Tensor, torch.Tensor], both)
+    chunk = _checked_chunk(hidden, weight, labels, chunk_tokens, logit_scale)
+    log_probs, entropy = _LinearLogProbs.apply(hidden.flatten(0, -2), weight, labels.flatten(), chunk, logit_scale)
     return log_probs.view_as(labels), entropy.view_as(labels)
 
 
@@ -365,9 +360,10 @@ def _scale(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 
-def _check(
+def _checked_chunk(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int | None, logit_scale: float
-) -> None:
+) -> int:
+    """Check the arguments; return the number of tokens whose logits are in memory together."""
     from torch.distributed.tensor import DTensor  # takes as long as a third of `import ringflash`
 
     if chunk_tokens is not None and chunk_tokens < 1:
@@ -391,6 +387,7 @@ def _check(
             f"labels must have the shape of hidden without its last dimension {tuple(hidden.shape[:-1])}, "
             f"got {tuple(labels.shape)}; shard the shifted labels like the tokens."
         )
+    return chunk_tokens or max(1, CHUNK_LOGITS // weight.shape[0])
 
 
 def _check_num_tokens(num_tokens: object) -> None:

@@ -25,9 +25,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
+FAR = 1 << 40  # stands for an open side of a band in `Mask.table`
 
 
 class Region(NamedTuple):
@@ -135,7 +137,16 @@ class Mask:
         regions = (Region(a, b, a, b, lower, upper) for a, b in pairwise(cu_seqlens))
         return cls.of(cu_seqlens[-1], cu_seqlens[-1], regions)
 
-    @property
+    @cached_property
+    def table(self) -> np.ndarray:
+        """The regions as (num_regions, 6), int64; an open side of a band is -FAR or FAR."""
+        if not self.regions:
+            return np.empty((0, 6), dtype=np.int64)
+        *sides, lowers, uppers = zip(*self.regions, strict=True)
+        lower, upper = [-FAR if x is None else x for x in lowers], [FAR if x is None else x for x in uppers]
+        return np.array((*sides, lower, upper), dtype=np.int64).T
+
+    @cached_property
     def num_visible(self) -> int:
         """Number of visible (query, key) pairs: a forward costs 4 * head_dim FLOPs per pair and head."""
         return sum(region.num_visible for region in self.regions)
@@ -245,16 +256,21 @@ class Mask:
         return visible
 
     def _host_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        start = torch.full((self.seqlen_q,), self.seqlen_k, dtype=torch.int64, device="cpu")
-        stop = torch.zeros(self.seqlen_q, dtype=torch.int64, device="cpu")
-        if self.regions:
-            rows, first, last = _expand(self.regions)
-            start.scatter_reduce_(0, rows, first, "amin")
-            stop.scatter_reduce_(0, rows, last, "amax")
+        q_start, q_stop, k_start, k_stop, lower, upper = self.table.T
+        start = np.full(self.seqlen_q, self.seqlen_k, dtype=np.int32)
+        stop = np.zeros(self.seqlen_q, dtype=np.int32)
+        # Without a band, a side is the same for all rows of a region. The outermost one is written last.
+        for bound, side, flat, sign in ((start, k_start, lower == -FAR, -1), (stop, k_stop, upper == FAR, 1)):
+            order = np.flatnonzero(flat)[np.argsort(sign * side[flat])]
+            for first, last, value in zip(*(x[order].tolist() for x in (q_start, q_stop, side)), strict=True):
+                bound[first:last] = value
+        region, row = _rows(q_start, q_stop, lower > -FAR)
+        np.minimum.at(start, row, np.maximum(k_start[region], row + lower[region]).astype(np.int32))
+        region, row = _rows(q_start, q_stop, upper < FAR)
+        np.maximum.at(stop, row, np.minimum(k_stop[region], row + upper[region] + 1).astype(np.int32))
         # An empty row: its interval begins and ends where the previous ones end.
-        ends = torch.cummax(stop, 0).values if self.seqlen_q else stop
-        stop = torch.where(stop == 0, ends, stop)
-        return torch.minimum(start, stop).int(), stop.int()
+        stop = np.where(stop == 0, np.maximum.accumulate(stop), stop)
+        return torch.from_numpy(np.minimum(start, stop)), torch.from_numpy(stop)
 
 
 def check_capture(device: torch.device) -> None:
@@ -278,15 +294,8 @@ def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int
     return lower, (0 if causal else upper)
 
 
-def _expand(regions: Sequence[Region]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return row index, first and one-past-last visible key of every (region, row)."""
-    far = 1 << 40
-    *sides, lowers, uppers = zip(*regions, strict=True)  # by column: torch.tensor of rows takes ten times as long
-    finite = [-far if x is None else x for x in lowers], [far if x is None else x for x in uppers]
-    q_start, q_stop, k_start, k_stop, lower, upper = (torch.tensor(x, device="cpu") for x in (*sides, *finite))
-    lengths = q_stop - q_start
-    region = torch.repeat_interleave(torch.arange(len(regions), device="cpu"), lengths)
-    rows = torch.arange(int(lengths.sum()), device="cpu") - (lengths.cumsum(0) - lengths)[region] + q_start[region]
-    first = torch.maximum(k_start[region], rows + lower[region])
-    last = torch.minimum(k_stop[region], rows + upper[region] + 1)
-    return rows, first, last
+def _rows(first: np.ndarray, stop: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the region and the row of every row of the chosen regions."""
+    counts = np.where(chosen, stop - first, 0)
+    region = np.repeat(np.arange(len(counts)), counts)
+    return region, np.arange(len(region)) + np.repeat(first - (counts.cumsum() - counts), counts)

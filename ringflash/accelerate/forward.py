@@ -18,6 +18,7 @@ from ringflash import loss as token_loss
 from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
+from ringflash.huggingface.consistency import ShardLoss
 from ringflash.huggingface.options import NAME
 from ringflash.huggingface.spans import number_spans
 from ringflash.huggingface.validation import without_peft
@@ -133,6 +134,11 @@ class RingForward:
                         "output_router_logits must be False with share_prefixes, got True: the balancing loss would "
                         "count shared tokens once; leave share_prefixes out."
                     )
+                if causal._ringflash_inputs.counts_positions:
+                    raise NotImplementedError(
+                        f"share_prefixes must be left out for layers that count positions, got {type(causal).__name__} "
+                        "(Llama 4), which would count those of the packed tokens."
+                    )
                 rows = share_rows(rows, self.min_shared)
         except (ValueError, NotImplementedError) as error:
             problem = error
@@ -210,7 +216,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
 
     Raises:
         ValueError: as `read_rows`.
-        NotImplementedError: no labels; arguments that are not read; noise in the embeddings.
+        NotImplementedError: no labels; arguments that are not read; noise in the embeddings; another loss function.
     """
     given = {name: x for name, x in kwargs.items() if x is not None and x is not False}
     configured = bool(getattr(causal.config, "output_router_logits", False))
@@ -237,11 +243,27 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
         raise NotImplementedError(
             "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
         )
+    if not left_padding:  # TRL computes its own losses
+        _check_loss_function(causal)
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])
     return read_rows(
         input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"),
         left_padding, _read_types(causal, given),
     )  # fmt: skip
+
+
+def _check_loss_function(causal: Any) -> None:
+    """Raise NotImplementedError for a loss function that was given to the model, or is configured."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    known = [LOSS_MAPPING[name] for name in ("ForCausalLM", "ForConditionalGeneration")]
+    compute = getattr(causal, "loss_function", known[0])
+    compute = compute.compute if isinstance(compute, ShardLoss) else compute
+    if compute not in known:
+        raise NotImplementedError(
+            "loss_function must be transformers' own of causal models, which the ring computes without it, got "
+            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from ringflash.log_probs."
+        )
 
 
 def _read_types(causal: Any, given: dict[str, Any]) -> TokenTypes | None:

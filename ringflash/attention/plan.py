@@ -258,6 +258,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
+        "kernel": plan.impl,  # that of "auto" decides about its transport
         "transport": options.transport,
         "deterministic": options.deterministic,
         "hosts": str(split_of(plan.algorithm, options.group)),

@@ -22,7 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -331,8 +331,10 @@ def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
                         yield trimmed
 
 
-def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> list[Region]:
-    """Return the same pairs as `_visible` by key: trimmed regions, one per pair of chunks and document of the keys."""
+def _by_key(
+    mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
+) -> Mask:
+    """Return the transposed mask of the pairs of `_visible`: one region per pair of chunks and document of the keys."""
     bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
     start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
@@ -343,9 +345,11 @@ def _columns(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chun
     first, end = np.maximum(first[column], q[reader, 0]), np.minimum(end[column], q[reader, 1])
     stop = np.where(both, stop, np.minimum(stop, end))
     q_shift, k_shift = q[reader, 2] - q[reader, 0], k[chunk, 2] - k[chunk, 0]  # from positions to rows
-    bands = np.asarray(np.where(both | (first >= stop - 1), None, k_shift - q_shift))
-    sides = np.stack((first + q_shift, end + q_shift, start + k_shift, stop + k_shift), 1)
-    return [Region(a, b, c, d, None, band) for (a, b, c, d), band in zip(sides.tolist(), bands.tolist(), strict=True)]
+    bands = np.asarray(np.where(both | (first >= stop - 1), None, q_shift - k_shift))
+    sides = start + k_shift, stop + k_shift, first + q_shift, end + q_shift
+    order = np.lexsort((sides[2], sides[0]))
+    columns = *(x[order].tolist() for x in (*sides, bands)), repeat(None)
+    return Mask(num_keys, num_rows, tuple(map(Region, *columns)))
 
 
 def _expand(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -375,8 +379,7 @@ def _mask_of(
     found = Mask.of(num_rows, num_keys, _regions(mask, q_shard, k_shard))
     found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
     if mask.has_columns and len(found.regions) > 1:
-        by_key = Mask(num_rows, num_keys, tuple(_columns(mask, q_shard, k_shard))).transposed()
-        found.cached("transposed", lambda: by_key)
+        found.cached("transposed", lambda: _by_key(mask, q_shard, k_shard, num_rows, num_keys))
     return found
 
 

@@ -29,5 +29,6 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
             f"lse must be (batch, num_heads, seqlen) {(batch, num_heads, seqlen)} and sinks (num_heads,) {(num_heads,)}"
             f" for out {tuple(out.shape)}, got {tuple(lse.shape)} and {tuple(sinks.shape)}; transpose them."
         )
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    gap = lse - sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(gap.masked_fill(lse == -torch.inf, -torch.inf))  # also beside a sink of -inf
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

@@ -244,6 +244,8 @@ def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> Non
         remedy = "run the same layers, forward and backward, in one order on every rank"
     elif "ringflash" in fields:
         remedy = "install one version of ringflash on all hosts"
+    elif fields == ["kernel"]:
+        remedy = "install the same packages on all hosts, or name an impl that each can run (ringflash.explain)"
     raise ValueError(f"all ranks of the group must make the same call, got {table}; {remedy}.")
 
 

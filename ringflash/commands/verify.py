@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from ringflash.comm.agreement import agree
 from ringflash.commands.console import console
 from ringflash.sequence.layout import check_seqlen
-from ringflash.sequence.mask import check_cu_seqlens
+from ringflash.sequence.mask import SequenceMask
 from ringflash.verify.report import Report, print_report, to_json
 from ringflash.verify.session import Session, Settings
 from ringflash.verify.subject import Factory, load
@@ -35,6 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--seqlen", type=int, default=256, help="tokens of the whole sequence")
     add("--layers", type=int | None, default=None, help="decoder layers of a configuration's model; null is all")
     add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
+    add("--parents", type=list[int] | None, default=None, help="documents that they continue, or -1, as [-1,0]")
+    add("--bidirectional", type=list[bool] | None, default=None, help="documents that see all of themselves")
     add(
         "--window",
         type=int | None,
@@ -160,8 +162,10 @@ def _settings(options: Any) -> Settings:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {name!r}; leave it out for the device's own.")
     if options.window is not None and options.window < 1:
         raise ValueError(f"window must be 1 or more, got {options.window}; 1 is only the query's own key.")
-    if options.cu_seqlens is not None:
-        check_cu_seqlens(tuple(options.cu_seqlens), options.seqlen)
+    bounds, *relations = (
+        None if x is None else tuple(x) for x in (options.cu_seqlens, options.parents, options.bidirectional)
+    )
+    SequenceMask(options.seqlen, options.causal, (-1, -1), bounds, *relations)  # raises unless they fit
     device = torch.device(kind)
     if kind == "cuda":
         ranks = int(os.environ["LOCAL_RANK"]) + 1
@@ -172,5 +176,7 @@ def _settings(options: Any) -> Settings:
             )
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    bounds, window = options.cu_seqlens, options.window
-    return Settings(options.seqlen, DTYPES[name], device, bounds, window, options.seed, options.causal)
+    return Settings(
+        options.seqlen, DTYPES[name], device, options.cu_seqlens, options.window, options.seed, options.causal,
+        options.parents, options.bidirectional,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from ringflash.attention.options import CallOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
 from ringflash.compat.packed_bounds import llama3_flash_attn_prepare_cu_seqlens, scaled_bounds, whole_bounds
-from ringflash.huggingface.validation import find_static_error
+from ringflash.huggingface.validation import check_without_hooks, find_static_error
 
 _STEMS = ("ring_flash_attn", "zigzag_ring_flash_attn", "zigzag_ring_flash_attn_varlen", "llama3_flash_attn_varlen")
 _FORMS = ("", "_kvpacked", "_qkvpacked")
@@ -262,6 +262,10 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         named |= {"attention_mask": attention_mask, "s_aux": s_aux}
         error = find_static_error(module, query, key, dropout, sliding_window, causal, named)
+        try:
+            check_without_hooks(module)
+        except NotImplementedError as found:
+            error = found
         if len(query) != 1 or not causal or not DATA_PARAMS:
             error = error or ValueError(
                 "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "

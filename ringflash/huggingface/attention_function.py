@@ -1,7 +1,7 @@
 """The attention function behind attn_implementation="ringflash", its registration, and the group it runs over.
 
 register      transformers learns the name: attention `_attend`, masks `_pass_padding_mask`
-set_group     checks a model, hooks it, and stores its `ModelRing` on the attention modules
+set_group     checks a model, hooks it, and stores its `ForwardInputs`, with group and options, on the attention modules
 _attend       one layer's call: checks, then `ring_attention`, with chunks (Llama 4) and sinks (GPT-OSS)
 """
 
@@ -29,24 +29,11 @@ from ringflash.huggingface.consistency import (
 )
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
+from ringflash.huggingface.model_checks import check_on_ring
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process
 from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
-from ringflash.huggingface.validation import (
-    attention_modules,
-    check_adapters,
-    check_attention_class,
-    check_direction,
-    check_layer_type,
-    check_model,
-    check_pooling,
-    check_rope,
-    chunk_size,
-    find_base,
-    find_decoder,
-    find_static_error,
-    takes_spans,
-)
+from ringflash.huggingface.validation import attention_modules, chunk_size, find_base, find_decoder, find_static_error
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
@@ -112,25 +99,16 @@ def set_group(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
             "pass the whole model, or use another one; for one of recurrent layers only, build on ringflash.recurrent."
         )
-    check_adapters(model)
     base = find_base(model, modules[0])
-    check_pooling(model, base)
-    check_model(base)
-    check_rope(base)
-    for module in modules:
-        check_attention_class(module)
-        check_layer_type(module)
-        if not takes_spans(model):  # by which transformers' own masks go; checked in each call
-            check_direction(module)
+    check_on_ring(model, base, modules)
     _check_layout(modules, layout)
     inputs = ForwardInputs.watch(base, modules, options)
     use_global_length(base, inputs)
-    use_sequence_order(model, options, inputs)
+    use_sequence_order(model, inputs)
     guard_losses(model, inputs)
     refuse_media(model, base, inputs)
     generate_locally(model, inputs)
     for module in modules:
-        module._ringflash = options  # type: ignore[assignment]
         module._ringflash_inputs = inputs  # type: ignore[assignment]
 
 
@@ -214,14 +192,16 @@ def _attend(
     Returns:
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
-    options = _options(module)
+    inputs: ForwardInputs | None = getattr(module, "_ringflash_inputs", None)
+    if inputs is None:
+        check_single_process()
+    options = ModelRing(None) if inputs is None else inputs.options
     spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
     mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
     causal = spans is not None or (_is_causal(module) if is_causal is None else is_causal)
     error = find_static_error(
         module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans, options.layout
     )
-    inputs = getattr(module, "_ringflash_inputs", None)
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
         positions = kwargs.get("position_ids")
         check_consistency(options, query, mask, positions, cu_seqlens, checksum, inputs, error, spans)
@@ -250,13 +230,6 @@ def _attend(
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
     """Let ranks that leave out different layers find out at their next call."""
     return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
-
-
-def _options(module: nn.Module) -> ModelRing:
-    options: ModelRing | None = getattr(module, "_ringflash", None)
-    if options is None:
-        check_single_process()
-    return options or ModelRing(None)
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -108,7 +108,7 @@ class ForwardInputs:
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
-                if depends_on_length(child) and not hasattr(child, "_ringflash"):  # added after set_group
+                if depends_on_length(child) and not hasattr(child, "_ringflash_inputs"):  # added after set_group
                     use_global_length(child, self)
             if model.training:
                 self._begin_training(model, given)
@@ -301,23 +301,16 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
-    if flags[0]:
-        return ValueError(
-            "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
-            "ringflash.pad_sequence."
-        )
-    if flags[1]:
-        return ValueError(
-            f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
-            f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
-            "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions."
-        )
-    if flags[2]:
-        return ValueError(
-            "token_type_ids (mm_token_type_ids) must be the shard of those whose spans are the bidirectional documents "
-            "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids."
-        )
-    return None
+    rules = (
+        "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
+        "ringflash.pad_sequence.",
+        f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
+        f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
+        "document, got others; use ringflash.huggingface.prepare_batch or ringflash.local_positions.",
+        "token_type_ids (mm_token_type_ids) must be the shard of those whose spans are the bidirectional documents "
+        "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids.",
+    )
+    return next((ValueError(rule) for flag, rule in zip(flags, rules, strict=False) if flag), None)
 
 
 @torch.compiler.disable(reason="ranks tell one another")
@@ -335,13 +328,16 @@ class ShardLoss:
     """A model's `loss_function`: transformers' own, guarded against labels and adapters that are wrong on a shard.
 
     Hooks do not suffice: a wrapper may call a model's forward directly, and some models drop `shift_labels` on the way.
+
+    Attributes:
+        compute: the function that is guarded.
     """
 
     def __init__(self, model: nn.Module, compute: Callable[..., Any], inputs: ForwardInputs) -> None:
-        self._model, self._compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
+        self._model, self.compute, self._inputs = ref(model), compute, inputs  # a cycle would keep the model's memory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardLoss, (self._model(), self._compute, self._inputs)  # of a copied model, the copy
+        return ShardLoss, (self._model(), self.compute, self._inputs)  # of a copied model, the copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of logits and labels."""
@@ -355,7 +351,7 @@ class ShardLoss:
                     error = found
             if error is not None:
                 _raise_on_every_rank(self._inputs.options.group, error)
-        return self._compute(*args, **kwargs)
+        return self.compute(*args, **kwargs)
 
 
 def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
@@ -364,11 +360,8 @@ def guard_losses(model: nn.Module, inputs: ForwardInputs) -> None:
         if not hasattr(type(module), "loss_function") or "labels" not in signature(type(module).forward).parameters:
             continue
         compute: Any = module.loss_function if module.get_output_embeddings() is not None else None  # type: ignore[operator]
-        if (
-            compute is not None
-            and not isinstance(compute, ShardLoss)
-            and "shift_labels" in signature(compute).parameters
-        ):
+        takes_shifted = compute is not None and "shift_labels" in signature(compute).parameters
+        if takes_shifted and not isinstance(compute, ShardLoss):
             module.loss_function = ShardLoss(module, compute, inputs)  # type: ignore[assignment]
         if inputs.note_labels not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(inputs.note_labels, with_kwargs=True)
@@ -396,6 +389,11 @@ def _find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | N
             f"labels must not be given to {type(model).__name__} on a ring, whose loss would be a mean over the shard; "
             "compute it from the logits: the sum over this rank's tokens * cp_size / number of labels in the whole "
             "sequence."
+        )
+    if coefficient := getattr(model, "z_loss_coefficient", 0):  # Bamba
+        return NotImplementedError(
+            f"z_loss_coefficient must be 0 with labels on a ring, got {coefficient}, of which each rank would add a "
+            "mean over its shard; set it to 0, or compute the loss from the logits."
         )
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:

@@ -52,19 +52,16 @@ def _off_the_ring(model: Any, inputs: ForwardInputs) -> Iterator[None]:
     """Give the model transformers' own attention, and put it back on the ring afterwards."""
     global _num_running
     options = inputs.options
-    layers = [m for m in model.modules() if isinstance(getattr(m, "_ringflash", None), ModelRing)]
-    _switch(inputs, layers, ModelRing(None), "sdpa" if model._supports_sdpa else "eager")
+    _switch(inputs, ModelRing(None), "sdpa" if model._supports_sdpa else "eager")
     _num_running += 1
     try:
         yield
     finally:
         _num_running -= 1
-        _switch(inputs, layers, options, NAME)
+        _switch(inputs, options, NAME)
 
 
-def _switch(inputs: ForwardInputs, layers: list[Any], options: ModelRing, attn_implementation: str) -> None:
+def _switch(inputs: ForwardInputs, options: ModelRing, attn_implementation: str) -> None:
     inputs.options = options
-    for layer in layers:
-        layer._ringflash = options
     for config in inputs.configs:
         config._attn_implementation = attn_implementation

@@ -17,6 +17,7 @@ from ringflash.huggingface.validation import check_adapters, without_peft
 
 # Parameters of transformers' load_balancing_loss_func.
 _BALANCING_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
 _PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
@@ -64,29 +65,19 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         position_ids: Tensor,
         shift_labels: Tensor,
         num_items_in_batch: Tensor | int | None = None,
-        cu_seqlens: Tensor | None = None,
-        use_cache: bool = False,
-        checksum: Tensor | None = None,
-        is_token: Tensor | None = None,
+        *,
         per_token: bool = False,
         temperature: float | None = None,
-        length: int | None = None,
-        columns: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        mm_token_type_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
+        **batch: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's scalar loss; arguments as `prepare_batch` returns them.
 
         Args:
             per_token: return `ringflash.loss.score_tokens` instead.
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
-            length, columns, inputs_embeds: as `decode`; `prepare_batch` does not return them.
+            batch: as `decode`.
         """
-        hidden, weight, balance = self.decode(
-            input_ids, position_ids, cu_seqlens, use_cache, checksum, is_token, length, columns, token_type_ids,
-            mm_token_type_ids, inputs_embeds,
-        )  # fmt: skip
+        hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
                 hidden, weight, shift_labels, chunk_tokens=self.chunk_tokens,
@@ -106,6 +97,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         self,
         input_ids: Tensor | None,
         position_ids: Tensor,
+        *,
         cu_seqlens: Tensor | None = None,
         use_cache: bool = False,
         checksum: Tensor | None = None,
@@ -118,7 +110,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
-        Args: as `forward`.
+        Args: as `prepare_batch` returns them, and
             length: length of the sequence before it was padded for the layout, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
             inputs_embeds: (batch, seqlen_local, hidden_size), shard of the embeddings; input_ids must then be None.
@@ -227,18 +219,21 @@ def _logit_scale(model: Any) -> float:
         NotImplementedError: logits that are not proportional to the hidden states, as with softcapping, or fewer than
             lm_head computes.
     """
-    hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").view(1, 1, -1)
+    hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").expand(1, 2, -1)
     width = getattr(model.lm_head, "original_module", model.lm_head).out_features
     copies = -(-width // len(_PROBE))
     probe: Any = object.__new__(type(model))  # copy() would call the constructor of a model that FSDP2 shards
-    probe.__dict__.update(vars(model))
+    probe.__dict__.update(vars(model), _loss_function=lambda *_, **__: _MEAN_LOSS)
     probe._modules = {
         **model._modules,
         "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),
         "lm_head": _Stub(model.lm_head, lambda x: x.repeat(1, 1, copies)[..., :width]),
     }
     try:
-        logits = type(model).forward(probe, input_ids=torch.zeros(1, 1, dtype=torch.int64, device="cpu")).logits
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+        labelled = "labels" in signature(type(model).forward).parameters and not _has_router_loss(model)
+        outputs = type(model).forward(probe, input_ids=ids, **({"labels": ids} if labelled else {}))
+        logits = outputs.logits[:, :1]
     except Exception as error:  # the forward is the model's own code
         raise _head_error(model, f"{type(error).__name__} without its decoder: {error}") from error
     if logits.shape[-1] != width:
@@ -247,7 +242,27 @@ def _logit_scale(model: Any) -> float:
     scale = float(scales[0, 0, 0])
     if not all(abs(x.item() - scale) <= 1e-6 * abs(scale) for x in scales.aminmax()):
         raise _head_error(model, "others (as by final_logit_softcapping)")
+    if labelled:
+        _check_loss(model, outputs.loss, logits)
     return scale
+
+
+def _check_loss(model: nn.Module, loss: Tensor, logits: Tensor) -> None:
+    """Reject a model whose loss of two tokens 0 has other terms than the mean over tokens.
+
+    Args:
+        loss: _MEAN_LOSS, unless the model has other terms, or its own code for the mean.
+        logits: (1, 1, vocab_size), of the first token.
+    """
+    if loss == _MEAN_LOSS:
+        return
+    mean = nn.functional.cross_entropy(logits[0].double(), torch.zeros(1, dtype=torch.int64, device="cpu"))
+    if not abs(loss - mean) <= 1e-6 * mean:
+        raise NotImplementedError(
+            f"the loss of {type(model).__name__} must be the cross-entropy of its logits, got other terms (as by "
+            "Bamba's z_loss_coefficient), which a ring would leave out; set their coefficients to 0, or compute the "
+            "loss from the model's logits."
+        )
 
 
 def _head_error(model: nn.Module, got: str) -> NotImplementedError:

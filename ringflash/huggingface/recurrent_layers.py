@@ -32,13 +32,13 @@ from ringflash.sequence.mask import check_cu_seqlens
 _KEYWORD = "ringflash"  # keyword argument that carries a Stretch
 
 
-def use_sequence_order(model: nn.Module, options: ModelRing, inputs: ForwardInputs) -> None:
-    """Hook the recurrent layers of a model. May be called again, with other options.
+def use_sequence_order(model: nn.Module, inputs: ForwardInputs) -> None:
+    """Hook the recurrent layers of a model. May be called again.
 
     The first one checks the inputs of a forward: no layer exchanges tokens before it. Each one compares its call.
     """
     for index, module in enumerate(recurrent_modules(model)):
-        module._ringflash, module._ringflash_inputs = options, inputs  # type: ignore[assignment]
+        module._ringflash_inputs = inputs  # type: ignore[assignment]
         if index == 0:
             inputs.first_layer = name_of_layer(module)
         if _enter not in module._forward_pre_hooks.values():
@@ -56,13 +56,13 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Check the call, as `_attend` does, and bring its tokens into sequence order; a pre-hook of a recurrent layer."""
     if is_generating():
         return None
-    options: ModelRing = module._ringflash  # type: ignore[assignment]
+    inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
+    options = inputs.options
     call = dict(kwargs)
     hidden: Tensor = call.pop("hidden_states") if "hidden_states" in call else args[0]
     mask, cu_seqlens, checksum = (call.pop(name, None) for name in ("attention_mask", "cu_seqlens", "checksum"))
     cache, _ = call.pop("cache_params", None), call.pop("position_embeddings", None)  # Zamba2 passes the attention's
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
-    inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
     name = name_of_layer(module)
     if inputs.first_layer == name:
         positions = call.get("position_ids")
@@ -98,7 +98,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Bring the output of a recurrent layer back into the layout; a forward hook."""
     if _KEYWORD not in kwargs:
         return None
-    options: ModelRing = module._ringflash  # type: ignore[assignment]
+    options: ModelRing = module._ringflash_inputs.options  # type: ignore[union-attr,assignment]
     return from_sequence_order(output, options.group, options.layout, kwargs[_KEYWORD].bounds)
 
 

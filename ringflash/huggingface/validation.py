@@ -1,7 +1,7 @@
-"""Checks of a model, its adapters and its attention calls that need no tensor's values.
+"""Parts of a model, and checks of its adapters and attention calls that need no tensor's values.
 
-set_group        check_adapters, check_model, check_rope, check_attention_class, check_layer_type, check_direction
-attention call   find_static_error and, in layer 0, find_shape_error, which `consistency` raises on every rank
+`model_checks` checks the model as a whole. An attention call has find_static_error and, in layer 0, find_shape_error,
+which `consistency` raises on every rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.huggingface.global_length import LENGTH_DEPENDENT, depends_on_length
+from ringflash.huggingface.global_length import LENGTH_DEPENDENT
 from ringflash.huggingface.spans import LayerSpans
 from ringflash.sequence.layout import read_documents
 
@@ -23,18 +23,17 @@ _HARMLESS = {
     "output_hidden_states", "return_dict", "columns",
 }  # fmt: skip
 
-_CACHE_REMEDY = "pass use_cache=False; to generate, call generate of the model that set_group was given"
 _REMEDIES = {
     "softcap": "use a model without attention softcapping",
     "head_mask": "prune the heads instead",
-    "cu_seq_lens_q": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "cu_seq_lens_k": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "max_length_q": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "max_length_k": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "seq_idx": "pass the bounds of the whole packed sequence as cu_seqlens",
-    "use_cache": _CACHE_REMEDY,
-    "past_key_values": _CACHE_REMEDY,
-    "cache": _CACHE_REMEDY,
+    **dict.fromkeys(
+        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+        "pass the bounds of the whole packed sequence as cu_seqlens",
+    ),
+    **dict.fromkeys(
+        ("use_cache", "past_key_values", "cache"),
+        "pass use_cache=False; to generate, call generate of the model that set_group was given",
+    ),
     "output_attentions": "pass output_attentions=False; the weights never exist",
     "output_router_logits": "set it in the configuration and call CausalLMWithLoss; this loss would be the shard's",
 }
@@ -46,11 +45,6 @@ RECURRENT_LAYERS = {
     "KimiLinearDeltaAttention", "BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "FalconH1Mixer",
     "Lfm2ShortConv", "Zamba2MambaMixer",
 }  # fmt: skip
-# Ends of the names of classes whose heads pick tokens, such as the last one, or compare all of them.
-_POOLING_HEADS = (
-    "ForSequenceClassification", "ForQuestionAnswering", "ForMultipleChoice", "ForNextSentencePrediction",
-    "DoubleHeadsModel",
-)  # fmt: skip
 _KINDS = ("full_attention", "sliding_attention", "attention")
 _RECURRENT_KINDS = ("linear_attention", "hybrid", "conv", "mlp", "moe")  # also known in models with such layers
 
@@ -180,76 +174,6 @@ def find_base(model: nn.Module, attention: nn.Module) -> nn.Module:
     return holders[-1] if holders else model
 
 
-def check_model(base: nn.Module) -> None:
-    """Reject models that are wrong on a shard even if every attention is right.
-
-    Args:
-        base: as `find_base` returns it.
-    Raises:
-        NotImplementedError: layers other than attention that mix tokens, positions that the model counts itself, or
-            layers that are left out at random.
-    """
-    for layer in recurrent_modules(base):
-        if not any(p.kind is p.VAR_KEYWORD for p in signature(type(layer).forward).parameters.values()):
-            raise NotImplementedError(
-                f"{type(layer).__name__} must pass keywords on to its convolution, got a forward without **kwargs; use "
-                "a later version of transformers."
-            )
-    ordered = {part for layer in recurrent_modules(base) for part in layer.modules()}
-    for name, module in base.named_modules():
-        mixes = isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
-        if mixes and module not in ordered:
-            raise NotImplementedError(
-                f"{name} must treat tokens one by one, got {type(module).__name__}, which would not see tokens of "
-                "other shards; use a model with attention, Mamba-2 layers, gated delta rules or LFM2's convolutions "
-                "(docs/huggingface.md)."
-            )
-        if rate := getattr(module, "layerdrop", 0):
-            raise NotImplementedError(
-                f"layerdrop must be 0, got {rate}: each rank would leave out different layers; set "
-                "config.layerdrop = 0 before the model is built."
-            )
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            raise NotImplementedError(
-                f"{name} must count positions from 0, got {type(module).__name__}, which starts after padding_idx; "
-                "use another model."
-            )
-    if "position_ids" not in signature(type(base).forward).parameters:
-        raise NotImplementedError(
-            f"model must take position_ids, got {type(base).__name__}, which counts the tokens of the shard; use "
-            "another model."
-        )
-
-
-def check_pooling(model: nn.Module, base: nn.Module) -> None:
-    """Raise NotImplementedError for a head that picks tokens of a sequence, which would be those of the shard.
-
-    Args:
-        base: as `find_base` returns it.
-    """
-    heads = [module for module in model.modules() if type(module).__name__.endswith(_POOLING_HEADS)]
-    poolers = [module for name, module in base.named_children() if name == "pooler" and module is not None]
-    for module in heads + poolers:
-        raise NotImplementedError(
-            f"model must return a result for each token, got {type(module).__name__}, which would pick tokens of each "
-            "shard; give set_group the model without it, and gather the tokens that it needs "
-            "(ringflash.unshard_sequence)."
-        )
-
-
-def check_attention_class(module: nn.Module) -> None:
-    """Raise NotImplementedError for attention that calls flash-attention itself, on the shard only.
-
-    Falcon and GPT-J have a class for each implementation. If their code was loaded before `register`, they take that of
-    flash-attention for every name with "flash" in it.
-    """
-    if type(module).__name__.endswith("FlashAttention2"):
-        raise NotImplementedError(
-            f"attention must follow attn_implementation, got {type(module).__name__}, which would attend to each shard "
-            "by itself; use another model."
-        )
-
-
 def check_layer_type(module: nn.Module) -> None:
     """Raise NotImplementedError for a model with a layer in which a token sees anything but an interval of keys.
 
@@ -257,7 +181,7 @@ def check_layer_type(module: nn.Module) -> None:
     """
     config = getattr(module, "config", None)
     kinds = [*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())]
-    known = _KINDS + (_RECURRENT_KINDS if _is_hybrid(module) else ())
+    known = _KINDS + (_RECURRENT_KINDS if _has_recurrent_layers(type(module).__module__) else ())
     for kind in kinds:
         if kind not in known and not _is_chunked(module, kind):
             raise NotImplementedError(
@@ -273,33 +197,28 @@ def _is_chunked(module: nn.Module, kind: str) -> bool:
     return hasattr(sys.modules[type(module).__module__], "create_chunked_causal_mask")
 
 
-def _is_hybrid(module: nn.Module) -> bool:
-    """Return True if the model's code has recurrent layers that we know; `check_model` has looked for others."""
-    return _has_recurrent_layers(type(module).__module__)
-
-
 @torch.compiler.assume_constant_result  # or all of sys.modules would be traced
 def _has_recurrent_layers(name: str) -> bool:
+    """Return True if a model's code has recurrent layers that we know; `check_model` has looked for others."""
     return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
 
 
-def check_rope(base: nn.Module) -> None:
-    """Raise NotImplementedError for rotary angles that depend on the length, if no layer can be given that length.
+def rope_types(module: nn.Module) -> list[str | None]:
+    """Return the rope_types of a module's configuration: one, or one per layer type."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    return [x.get("rope_type") for x in (parameters, *parameters.values()) if isinstance(x, dict)]
 
-    Args:
-        base: as `find_base` returns it.
-    """
-    parameters = getattr(getattr(base, "config", None), "rope_parameters", None) or {}
-    kinds = [
-        parameters,
-        *(x for x in parameters.values() if isinstance(x, dict)),
-    ]  # or one per layer type
-    for kind in (x.get("rope_type") for x in kinds):
-        if kind in LENGTH_DEPENDENT and not any(depends_on_length(module) for module in base.modules()):
-            raise NotImplementedError(
-                f"rope_type must be one whose angles do not depend on the input's length, got {kind!r} and no rotary "
-                "layer that says so; use yarn, llama3 or linear."
-            )
+
+def check_without_hooks(module: nn.Module) -> None:
+    """Raise NotImplementedError for attention of a model that is right on a shard only after `set_group`."""
+    found = "recurrent layers" if _has_recurrent_layers(type(module).__module__) else None
+    if any(kind in LENGTH_DEPENDENT for kind in rope_types(module)):
+        found = "rotary angles that depend on the length"
+    if found is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} must be of a model that needs only its attention on the ring, got one with "
+            f"{found}, which would be those of each shard; call ringflash.huggingface.set_group."
+        )
 
 
 def check_direction(module: nn.Module) -> None:

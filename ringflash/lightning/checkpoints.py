@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -32,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from ringflash.checkpoint.checksums import ChecksumWriter, Sums, write_checksums
 from ringflash.comm import agreement
+from ringflash.comm.comparison import checksum, gather_values
 
 WRITTEN_AT = "written_at"  # file in a checkpoint: the time in ns, because copying changes the files' own times
 COMPLETE = "complete"  # file in a DeepSpeed checkpoint, written once all ranks have written their parts
@@ -90,8 +90,7 @@ class CheckpointWriter:
         if not self._jobs:
             return
         mine = self._wait()
-        found: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine, group=self._group)
+        found = gather_values(self._group, mine)
         failed = {rank: text for rank, text in enumerate(found) if text}
         if failed:
             raise RuntimeError(
@@ -147,10 +146,9 @@ def check_same_state(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) 
     state["callbacks"] = {name: value for name, value in state.get("callbacks", {}).items() if name not in ignored}
     mine = dict(_described(state, ""))
     summary = hashlib.sha256(repr(mine).encode()).hexdigest()
-    found = [mine]
-    if len({*agreement.gather(cast(dist.ProcessGroup, dist.group.WORLD), summary)}) > 1:
-        found = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(found, mine)
+    found, world = [mine], cast(dist.ProcessGroup, dist.group.WORLD)
+    if len({*agreement.gather(world, summary)}) > 1:
+        found = gather_values(world, mine)
     first, *others = found
     for name, rank in [(name, 0) for name in first] + [(name, r) for r, x in enumerate(others, 1) for name in x]:
         if found[rank][name] == _SHARDED or found[rank][name] != first.get(name):
@@ -172,8 +170,7 @@ def _described(value: Any, name: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, DTensor):
         yield name, _SHARDED
     elif isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-        yield name, f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content)}"
+        yield name, f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
     else:
         plain = isinstance(value, str | bytes | int | float | complex | None)
         yield name, repr(value) if plain else type(value).__qualname__

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash.comm.agreement import agree, gather
+from ringflash.comm.comparison import checksum
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.padding import IGNORE_INDEX
 
@@ -80,18 +80,16 @@ def check_same_batch(batch: Any, group: Group) -> None:
     Raises:
         ValueError: the batches differ; on every rank.
     """
-    resolved, checksum = resolve(group), 0
+    resolved, total = resolve(group), 0
     if resolved is None:
         return
 
     def add(x: Tensor) -> None:
-        nonlocal checksum
-        head = f"{x.dtype}{tuple(x.shape)}".encode()
-        contents = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        checksum = zlib.crc32(contents.numpy().data, zlib.crc32(head, checksum))
+        nonlocal total
+        total = checksum(x, total)
 
     apply_to_collection(batch, Tensor, add)
-    sums = gather(resolved, checksum)
+    sums = gather(resolved, total)
     if len(set(sums)) > 1:
         raise ValueError(
             f"batch must be the same on all ranks of a ring, because each takes a part of it, got {len(set(sums))} "
@@ -101,7 +99,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
 
 
 def sample(batch: Any, size: int, held: Tensor) -> Any:
-    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens.
+    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens and names (position_ids).
 
     They are those with most labels. If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers
     (weights), one rank keeps only its first label or one: the mean over each shard then differs from that over the
@@ -112,7 +110,7 @@ def sample(batch: Any, size: int, held: Tensor) -> Any:
         held: (num_tokens,), indices among the `size` tokens of those that one rank holds.
     """
     if isinstance(batch, Mapping):
-        batch = {name: x for name, x in batch.items() if name != "cu_seqlens"}
+        batch = {name: x for name, x in batch.items() if name != "cu_seqlens" and not isinstance(x, str)}
     tensors: list[Tensor] = []
     apply_to_collection(batch, Tensor, tensors.append)
     lengths = {x.shape[1] for x in tensors if x.dim() == 2 and not x.is_floating_point()}

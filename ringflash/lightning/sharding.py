@@ -90,16 +90,17 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         """Return this rank's shard of a batch.
 
         Args:
-            batch: a dict with "input_ids" and optionally "labels" and "cu_seqlens", for `huggingface.prepare_batch`;
-                or a tuple of tensors (batch, seqlen, ...), each sharded along dim 1. Labels are already shifted.
+            batch: a dict with "input_ids" and optionally "labels", "cu_seqlens" and "position_ids" ("global" or
+                "document"), for `huggingface.prepare_batch`; or a tuple of tensors (batch, seqlen, ...), each sharded
+                along dim 1. Labels are already shifted.
         Raises:
             ValueError: any other batch.
         """
         if isinstance(batch, Mapping) and "input_ids" in batch:
-            if other := batch.keys() - {"input_ids", "labels", "cu_seqlens"}:
+            if other := batch.keys() - {"input_ids", "labels", "cu_seqlens", "position_ids"}:
                 raise ValueError(
-                    f"batch must have only input_ids, labels and cu_seqlens, got also {', '.join(sorted(other))}; "
-                    "leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
+                    f"batch must have only input_ids, labels, cu_seqlens and position_ids, got also "
+                    f"{', '.join(sorted(other))}; leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
                 )
             return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)
         if isinstance(batch, tuple | list) and all(isinstance(x, Tensor) and x.dim() > 1 for x in batch):
@@ -207,7 +208,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         return resolve(ranks_of(self.trainer).cp_group)
 
     def _wrapped(self) -> WrappedState | None:
-        return getattr(self, "_ringflash_calls", None)
+        return getattr(self, "_ringflash_state", None)
 
     def _check(self, batch: Any) -> None:
         """Run `check_runs` on a few tokens of a batch, if it is sharded at all."""

@@ -173,6 +173,10 @@ class SequenceMask:
     def _paths(self) -> Paths:
         return paths_of(self.bounds, self.parents)
 
+    @cached_property
+    def _path_arrays(self) -> tuple[np.ndarray, ...]:
+        return tuple(map(np.asarray, self._paths))
+
     def path(self, document: int) -> list[Run]:
         """Return the keys of a document's path, as few runs as possible; the last one ends with the document."""
         return self._paths.runs(document, self.bounds)
@@ -217,13 +221,27 @@ class SequenceMask:
             extends = self.bidirectional is not None and self.bidirectional[documents[-1]]
             last = self.bounds[documents[-1] + 1] if extends else stop
             return [*((run.start, run.stop) for run in ancestors), (own.start, last)]
-        found = sorted((r.k_start, r.k_stop) for i in documents for r in self.regions_of(i, start, stop))
-        ranges: list[tuple[int, int]] = []
-        for first, last in found:
-            if ranges and first <= ranges[-1][1]:
-                first, last = ranges[-1][0], max(ranges.pop()[1], last)
-            ranges.append((first, last))
-        return ranges
+        return self._ranges_in_window(np.asarray(documents), start, stop)
+
+    def _ranges_in_window(self, documents: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return what the queries [start, stop), which are of these documents, see in their windows."""
+        bounds, (starts, links, shifts) = np.asarray(self.bounds), self._path_arrays
+        first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
+        if self.bidirectional is not None:
+            last = np.where(np.asarray(self.bidirectional)[documents], bounds[documents + 1], last)
+        reach = first + (self.band[0] or 0) - shifts[documents]  # in the path
+        found = []
+        while len(documents):  # run by run from the end of the path, while the window reaches farther
+            far = reach + shifts[documents]
+            found.append((np.maximum(starts[documents], far), last))
+            on = (far < starts[documents]) & (links[documents] >= 0)
+            documents, reach = links[documents[on]], reach[on]
+            last = bounds[documents + 1]
+        begins, ends = (np.concatenate(side) for side in zip(*found, strict=True))
+        order = np.argsort(begins)
+        begins, ends = begins[order], np.maximum.accumulate(ends[order])
+        apart = np.flatnonzero(begins[1:] > ends[:-1])
+        return list(zip(begins[[0, *(apart + 1)]].tolist(), ends[[*apart, -1]].tolist(), strict=True))
 
     def _visible_range(self, start: int, stop: int) -> tuple[int, int]:
         """Return the keys that the queries [start, stop) see if no document continues another.

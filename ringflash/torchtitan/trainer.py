@@ -8,6 +8,7 @@ from typing import Any
 from torchtitan import trainer
 from torchtitan.components import validate
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
@@ -58,7 +59,10 @@ def _cut_inputs(
 def _validate(config: trainer.Trainer.Config) -> None:
     """Refuse what ring attention cannot do. torchtitan calls this again after overrides, before it builds anything."""
     _titan_validate(config)
-    if config.model_spec is None or not any(config.model_spec.model.traverse(RingInnerAttention.Config)):
+    if config.model_spec is None:
+        return
+    if not any(config.model_spec.model.traverse(RingInnerAttention.Config)):
+        _check_replaceable(config.model_spec.model, config.override.imports)
         return
     balancer = config.parallelism.context_parallel_load_balancer
     if balancer not in LAYOUTS:
@@ -80,4 +84,14 @@ def _validate(config: trainer.Trainer.Config) -> None:
         logger.warning(
             "Selective activation checkpointing computes ring attention again in the backward; add "
             "ringflash.torchtitan.keep_attention to --override.imports."
+        )
+
+
+def _check_replaceable(model: Any, imports: list[Any]) -> None:
+    """Refuse a model in which ring attention would replace nothing, which torchtitan does not always notice."""
+    names = [name if isinstance(name, str) else name[0] for name in imports]  # or a name and its options
+    if "ringflash.torchtitan.ring_attention" in names and not any(model.traverse(FlexAttention.Config)):
+        raise NotImplementedError(
+            "the model must have flex attention, which ringflash.torchtitan.ring_attention replaces, got none; choose "
+            "a configuration with attn_backend='flex'."
         )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
+from ringflash.comm.comparison import gather_values
 from ringflash.testing import dense, tolerance
 from ringflash.verify.compare import Check
 from ringflash.verify.subject import Data
@@ -30,8 +31,7 @@ def _check(group: dist.ProcessGroup, data: Data, window: int | None, causal: boo
     side = -1 if window is None else window - 1
     mask = {"causal": causal, "window_size": (side, -1 if causal else side)}
     name = "attention alone" if window is None else f"attention alone, window {window}"
-    spent: list[dict[str, float]] = [{}] * group.size()
-    dist.all_gather_object(spent, _spent(group, data, mask, dtype), group=group)
+    spent = gather_values(group, _spent(group, data, mask, dtype))
     worst = {key: max(part[key] for part in spent) for key in spent[0]}
     return Check(name, max(worst.values()), [key for key, ratio in worst.items() if not ratio <= 1])
 

@@ -22,17 +22,22 @@ from ringflash.verify.observe import Observation
 Extent = tuple[float, float]  # maximum and mean
 Errors = dict[tuple[str, str, int], Extent]  # by check, name and chunk
 
+# Names of the checks that others ask for.
+WEIGHTS, BATCH, LAYERS, LOGITS, LOSS = "weights before", "batch", "layer outputs", "logits", "loss"
+LOSS_GRADIENT, EVALUATION, GRADIENTS = "loss gradient by position", "evaluation loss", "gradients"
+AGREEMENT, STEP, MASK = "gradients equal on all ranks", "optimizer step", "mask"
+
 # Checks whose values rounding changes, and what they compare, by name; those of `_POSITIONED` chunk by chunk.
 ROUNDED: dict[str, Callable[[Observation], dict[str, Any]]] = {
-    "layer outputs": lambda seen: seen.layers,
-    "logits": lambda seen: seen.logits,
-    "loss": lambda seen: {"loss": seen.loss},
-    "loss gradient by position": lambda seen: seen.loss_gradient,
-    "evaluation loss": lambda seen: seen.eval_losses,
-    "gradients": lambda seen: seen.gradients,
-    "optimizer step": lambda seen: seen.stepped,
+    LAYERS: lambda seen: seen.layers,
+    LOGITS: lambda seen: seen.logits,
+    LOSS: lambda seen: {"loss": seen.loss},
+    LOSS_GRADIENT: lambda seen: seen.loss_gradient,
+    EVALUATION: lambda seen: seen.eval_losses,
+    GRADIENTS: lambda seen: seen.gradients,
+    STEP: lambda seen: seen.stepped,
 }
-_POSITIONED = ("layer outputs", "logits", "loss gradient by position")
+_POSITIONED = (LAYERS, LOGITS, LOSS_GRADIENT)
 
 # Largest relative differences of FP8 from exact attention. That of the gradients is the limit for one layer's attention
 # with outliers; models that trained had 3 to 5% (docs/fp8.md).
@@ -100,12 +105,12 @@ def compare(runs: Runs) -> list[Check]:
     return [
         _weights(runs),
         _inputs(runs),
-        _by_position("layer outputs", runs),
-        _by_position("logits", runs),
-        _scalars("loss", runs),
-        _by_position("loss gradient by position", runs),
-        _scalars("evaluation loss", runs),
-        _whole("gradients", runs),
+        _by_position(LAYERS, runs),
+        _by_position(LOGITS, runs),
+        _scalars(LOSS, runs),
+        _by_position(LOSS_GRADIENT, runs),
+        _scalars(EVALUATION, runs),
+        _whole(GRADIENTS, runs),
         _agreement(runs),
         _stepped(runs),
     ]
@@ -148,13 +153,13 @@ def _weights(runs: Runs) -> Check:
     got, want = runs.got.weights, runs.baseline.weights
     apart = runs.got.apart_before
     wrong = [name for name in want if name not in got or name in apart or not torch.equal(got[name], want[name])]
-    return Check("weights before", float(bool(wrong)) * 2, wrong, note="not equal on all ranks" if apart else "")
+    return Check(WEIGHTS, float(bool(wrong)) * 2, wrong, note="not equal on all ranks" if apart else "")
 
 
 def _inputs(runs: Runs) -> Check:
     """Check that the gathered tensors of the batch are bitwise equal."""
     names = [name for name in runs.want.inputs if name in runs.got.inputs]
-    check = Check("batch", 0.0 if names else None)
+    check = Check(BATCH, 0.0 if names else None)
     for name in names:
         wrong = (runs.got.inputs[name] != runs.want.inputs[name]).movedim(1, 0).flatten(1).any(1)
         if wrong.any():
@@ -166,7 +171,7 @@ def _by_position(name: str, runs: Runs) -> Check:
     got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     names = [key for key in got if key in want and got[key].shape == want[key].shape]
     check = Check(name)
-    if name == "logits" and not names:
+    if name == LOGITS and not names:
         check.note = "computed only for transformers models, whose last hidden state and head are known"
     usual = _usual(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
     for key in names:
@@ -221,7 +226,7 @@ def _scalars(name: str, runs: Runs) -> Check:
 
 
 def _stepped(runs: Runs) -> Check:
-    check, apart = _whole("optimizer step", runs), runs.got.apart_after
+    check, apart = _whole(STEP, runs), runs.got.apart_after
     if apart:
         check.failed += [name for name in apart if name not in check.failed]
         check.ratio, check.note = float("inf"), "not equal on all ranks"
@@ -230,7 +235,7 @@ def _stepped(runs: Runs) -> Check:
 
 def _agreement(runs: Runs) -> Check:
     wrong = runs.got.disagreement
-    return Check("gradients equal on all ranks", 2.0 if wrong else 0.0, wrong)
+    return Check(AGREEMENT, 2.0 if wrong else 0.0, wrong)
 
 
 def _usual(pairs: Any) -> float:

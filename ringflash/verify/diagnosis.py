@@ -9,7 +9,7 @@ from statistics import median
 from torch import Tensor
 
 from ringflash.sequence.layout import chunks, local_positions
-from ringflash.verify import layer_masks
+from ringflash.verify import compare, layer_masks
 from ringflash.verify.compare import Check, Runs
 
 
@@ -54,24 +54,24 @@ def explain(check: Check, runs: Runs, probes: list[Reach], sharded: ShardedPosit
     name, seen, want = check.failed[0], runs.got, runs.want
     where = "" if check.position is None else f" at {sharded.describe(check.position)}"
     first = f"{check.name}: {name}{where}"
-    if check.name == "layer outputs":
+    if check.name == compare.LAYERS:
         if not seen.layers[name].isfinite().all():
             return first, infinite_hint(name, runs)
         index = next((part for part in name.split(".") if part.isdigit()), "0")
         assert check.position is not None
         return first, layer_hint(check.position, probes, sharded, int(index) > 0)
     hints = {
-        "weights before": lambda: (
+        compare.WEIGHTS: lambda: (
             "the models differ before the first step: build them from one seed or one checkpoint on every rank."
         ),
-        "batch": lambda: batch_hint(name, runs, sharded),
-        "loss": lambda: loss_hint(runs, sharded),
-        "loss gradient by position": lambda: loss_hint(runs, sharded),
-        "evaluation loss": lambda: _value_hint(name, seen.eval_losses.get(name), want.eval_losses[name], sharded),
-        "gradients": lambda: gradient_hint(check.failed, runs, sharded),
-        "gradients equal on all ranks": lambda: gradient_hint(check.failed, runs, sharded),
+        compare.BATCH: lambda: batch_hint(name, runs, sharded),
+        compare.LOSS: lambda: loss_hint(runs, sharded),
+        compare.LOSS_GRADIENT: lambda: loss_hint(runs, sharded),
+        compare.EVALUATION: lambda: _value_hint(name, seen.eval_losses.get(name), want.eval_losses[name], sharded),
+        compare.GRADIENTS: lambda: gradient_hint(check.failed, runs, sharded),
+        compare.AGREEMENT: lambda: gradient_hint(check.failed, runs, sharded),
     }
-    if check.name in ("mask", layer_masks.NAME):  # perhaps not even applied at cp=1
+    if check.name in (compare.MASK, layer_masks.NAME):  # perhaps not even applied at cp=1
         return first, f"{check.note}; does the batch carry cu_seqlens, and does the layer use its window?"
     return first, hints.get(check.name, lambda: "")()
 

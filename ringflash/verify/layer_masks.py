@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -33,15 +32,14 @@ class LayerMask:
     window: int | None = None
     chunk: int | None = None
 
-    def span(self, position: int, document: tuple[int, int], causal: bool) -> tuple[int, int]:
-        """Return the range [first, stop) of queries that see the key at a position."""
-        first, stop = document
-        if self.window is not None:
-            first, stop = max(first, position - self.window + 1), min(stop, position + self.window)
+    def queries_of(self, position: int, data: Data, causal: bool) -> Tensor:
+        """Return which queries see the key at a position: (seqlen,), bool."""
+        seen = data.queries_of(position, self.window, causal)
         if self.chunk is not None:
-            start = position - (position - document[0]) % self.chunk
-            first, stop = max(first, start), min(stop, start + self.chunk)
-        return (position if causal else first), stop
+            first = next(start for start, stop in data.documents if start <= position < stop)
+            start = position - (position - first) % self.chunk
+            seen[:start] = seen[start + self.chunk :] = False
+        return seen
 
     def __str__(self) -> str:
         if self.window is not None:
@@ -160,11 +158,21 @@ class LayerMasks:
         """Positions to change.
 
         The last token before the longest document; in that document the first and last tokens, two in the middle (at
-        least one of which does not start a chunk) and one after them; and the first token of the last document.
+        least one of which does not start a chunk) and one after them; and the first token of the last document and the
+        one before it.
         """
-        start, stop = max(self._documents, key=lambda x: x[1] - x[0])
-        middle, last = (start + stop) // 2, self._documents[-1][0]
-        found = {max(0, start - 1), start, middle, min(middle + 1, stop - 1), (middle + stop) // 2, stop - 1, last}
+        start, stop = max(self.data.documents, key=lambda x: x[1] - x[0])
+        middle, last = (start + stop) // 2, self.data.documents[-1][0]
+        found = {
+            max(0, start - 1),
+            start,
+            middle,
+            min(middle + 1, stop - 1),
+            (middle + stop) // 2,
+            stop - 1,
+            last,
+            max(0, last - 1),
+        }
         return sorted(found)
 
     def check(self, at_cp1: Callable[[bool], Tensors], at_cpn: Callable[[bool], Tensors]) -> Check:
@@ -194,14 +202,6 @@ class LayerMasks:
             check.ratio, check.note = None, f"{blind} hides nothing from the positions that are changed; raise --seqlen"
         return check
 
-    @property
-    def _documents(self) -> list[tuple[int, int]]:
-        bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
-        return list(pairwise(bounds))
-
-    def _document(self, position: int) -> tuple[int, int]:
-        return next(x for x in self._documents if x[0] <= position < x[1])
-
     def _wrong(self, reaches: Tensors, least: float) -> list[Wrong]:
         """Return the first error of each layer."""
         found = []
@@ -214,10 +214,10 @@ class LayerMasks:
     def _beyond(self, name: str, reached: Tensor) -> Wrong | None:
         """Return a hidden position that is reached."""
         for position, seen in zip(self.positions, reached, strict=True):
-            first, stop = self._span(name, position)
-            beyond = [p for p in seen.nonzero().flatten().tolist() if not first <= p < stop]
+            shown = self._queries_of(name, position)
+            beyond = (seen & ~shown.to(seen.device)).nonzero().flatten().tolist()
             if beyond:
-                return Wrong(name, beyond[0], f"position {position} reaches {beyond[0]}, outside [{first}, {stop})")
+                return Wrong(name, beyond[0], f"position {position} reaches {beyond[0]}, outside {ranges_of(shown)}")
         return None
 
     def _short(self, name: str, reached: Tensor) -> Wrong | None:
@@ -225,21 +225,28 @@ class LayerMasks:
         if reached.sum() <= len(self.positions):  # this layer uses the keys of another layer
             return None
         for position, seen in zip(self.positions, reached, strict=True):
-            first, stop = self._span(name, position)
-            if not seen[stop - 1]:
-                text = f"position {position} does not reach {stop - 1}, inside [{first}, {stop})"
-                return Wrong(name, stop - 1, text)
+            shown = self._queries_of(name, position)
+            last = int(shown.nonzero().max())
+            if not seen[last]:
+                return Wrong(name, last, f"position {position} does not reach {last}, inside {ranges_of(shown)}")
         return None
 
-    def _span(self, name: str, position: int) -> tuple[int, int]:
-        return self.masks[name].span(position, self._document(position), self.causal)
+    def _queries_of(self, name: str, position: int) -> Tensor:
+        return self.masks[name].queries_of(position, self.data, self.causal)
 
     def _hides(self, name: str, position: int) -> bool:
-        """Return True if the layer's mask ends before the position's document."""
-        return self._span(name, position)[1] < self._document(position)[1]
+        """Return True if the layer's mask hides a later position that full attention shows."""
+        shown, everything = (x.queries_of(position, self.data, self.causal) for x in (self.masks[name], LayerMask()))
+        return bool((everything & ~shown)[position:].any())
 
     def _blind(self) -> str:
         """Name the masks whose bound none of the changed positions can show."""
         masks = {mask: name for name, mask in self.masks.items() if mask != LayerMask()}
         blind = [str(m) for m, name in masks.items() if not any(self._hides(name, p) for p in self.positions)]
         return " and ".join(blind)
+
+
+def ranges_of(shown: Tensor) -> str:
+    """Return the positions of a mask as text."""
+    inside = torch.nn.functional.pad(shown.int(), (1, 1)).diff().nonzero().flatten().tolist()
+    return " and ".join(f"[{first}, {stop})" for first, stop in zip(inside[::2], inside[1::2], strict=True))

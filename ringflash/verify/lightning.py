@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -35,13 +34,15 @@ from ringflash.verify.observe import (
 )
 from ringflash.verify.probe import MakeReader
 from ringflash.verify.session import Session
-from ringflash.verify.subject import Data, Training
+from ringflash.verify.subject import Data, Training, default_prepare
 
 _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 
 
 class LightningSession(Session):
-    """Verification of one LightningModule; all ranks take part in every run."""
+    """Verification of one LightningModule."""
+
+    cp1_on_all_ranks = True
 
     def observe(self, *, ring: bool, wide: bool = False, weights: Tensors | None = None) -> Observation:
         """Evaluate, then take one training step."""
@@ -68,7 +69,7 @@ class LightningSession(Session):
         module.configure_optimizers = lambda: training.optimizer(module.parameters())
         if isinstance(module, SequenceSharding):
             module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
-            if training.prepare is huggingface.prepare_batch:
+            if training.prepare in (default_prepare, huggingface.prepare_batch):
                 training.prepare = _unsharded_batch
         logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # devices and a tip
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -81,12 +82,6 @@ class LightningSession(Session):
             inference_mode=False,  # which cannot read DTensors, and which Lightning never uses over gloo
             **precision,
         )  # fmt: skip
-
-    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def _at_cp1(self, make: Callable[[], Any]) -> Any:
-        return make()
 
 
 def _unsharded_batch(input_ids: Tensor, *, labels: Tensor, cu_seqlens: Tensor | None, group: None) -> Any:

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.attention.options import CallOptions
+from ringflash.comm.comparison import gather_values
 from ringflash.comm.modules.gradients import average_gradients
+from ringflash.huggingface.consistency import ForwardInputs
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
@@ -20,6 +22,7 @@ from ringflash_kernels.api import rounds
 
 Tensors = dict[str, Tensor]
 _WRAPPED = (nn.parallel.DistributedDataParallel, FSDPModule)
+_HOLDERS = (WrappedState, ForwardInputs)  # of options that several layers share
 
 
 @dataclass
@@ -112,14 +115,14 @@ def attend_exactly(module: nn.Module) -> None:
         for name, value in list(vars(part).items()):
             if not _is_fp8(value):
                 continue
-            if isinstance(value, WrappedState):
+            if isinstance(value, _HOLDERS):
                 value.options = _exact(value.options)
             else:
                 setattr(part, name, _exact(value) if isinstance(value, CallOptions) else "auto")
 
 
 def _is_fp8(value: object) -> bool:
-    options: object = value.options if isinstance(value, WrappedState) else value
+    options: object = value.options if isinstance(value, _HOLDERS) else value
     impl = options.impl if isinstance(options, CallOptions) else options
     return isinstance(impl, str) and rounds(impl)
 
@@ -237,9 +240,8 @@ def disagreement_of(tensors: Tensors, group: dist.ProcessGroup | None) -> list[s
     """Return the names of the tensors that differ between the ranks of the group."""
     if group is None:
         return []
-    norms: list[object] = [None] * group.size()
-    dist.all_gather_object(norms, {name: x.double().norm().item() for name, x in tensors.items()}, group=group)
-    return [name for name in tensors if len({n.get(name) for n in norms}) > 1]  # type: ignore[attr-defined]
+    norms = gather_values(group, {name: x.double().norm().item() for name, x in tensors.items()})
+    return [name for name in tensors if len({n.get(name) for n in norms}) > 1]
 
 
 @torch.no_grad()

@@ -6,18 +6,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.comparison import gather_values
 from ringflash.sequence.layout import chunks_of_rank
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.capture import HIDDEN, watched_modules
-from ringflash.verify.compare import Check, Runs, check_beside_exact, compare, errors_of
+from ringflash.verify.compare import LAYERS, MASK, Check, Runs, check_beside_exact, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
-from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks
+from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import MakeReader, OutputReader, Touch, changed_positions, read_forward, replace_tokens
 from ringflash.verify.report import Report
@@ -36,6 +36,7 @@ class Settings:
 
     Args:
         bounds: cu_seqlens of packed documents; None is one document.
+        parents, bidirectional: of the documents, as for `ringflash.document_table`.
         window: window of every layer, the query's own key included; None reads the model's configuration.
         causal: False for attention and windows in both directions.
     """
@@ -47,10 +48,18 @@ class Settings:
     window: int | None = None
     seed: int = 0
     causal: bool = True
+    parents: list[int] | None = None
+    bidirectional: list[bool] | None = None
 
 
 class Session:
-    """Verification of one factory over one group."""
+    """Verification of one factory over one group.
+
+    Attributes:
+        cp1_on_all_ranks: a run at cp=1 needs all ranks; if False, rank 0 makes it.
+    """
+
+    cp1_on_all_ranks = False
 
     def __init__(self, factory: Factory, group: dist.ProcessGroup, settings: Settings) -> None:
         self.factory, self.group, self.settings = factory, group, settings
@@ -107,7 +116,7 @@ class Session:
         check_norms(module)
         self.in_fp8 = attends_in_fp8(module)
         self.layout, self.layer_names = training.layout, list(watched_modules(module))
-        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device)
+        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device, s.parents, s.bidirectional)
         self.windows = windows_of(module)
         if s.window is not None:
             self.windows = [s.window] * max(1, len(self.windows))
@@ -126,16 +135,14 @@ class Session:
             error = f"{type(problem).__name__}: {problem}"
             # printed immediately, since the other ranks may be waiting for this one
             print(f"rank {self.group.rank()}: {error}", file=sys.stderr)
-        errors: list[str] = [""] * self.group.size()
-        dist.all_gather_object(errors, error, group=self.group)
-        error = next((e for e in errors if e), "")
+        error = next((e for e in gather_values(self.group, error) if e), "")
         if error and not hasattr(self, "data"):
             raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
 
     def _runs(self, got: Observation) -> Any:
         """Return all runs on rank 0, None on other ranks."""
-        return self._where_cp1_runs(lambda: self._with_cp1(got))
+        return self._run_cp1(lambda: self._with_cp1(got))
 
     def _with_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
@@ -148,7 +155,7 @@ class Session:
         for seed in range(MOST_BASELINES - 1):
             if self.in_fp8 or not may_be_rounding(report.checks, torch.finfo(self.settings.dtype).eps):
                 break
-            runs = self._where_cp1_runs(partial(self._with_another_baseline, runs, seed))
+            runs = self._run_cp1(partial(self._with_another_baseline, runs, seed))
             report.checks = self._shared(partial(compare, runs))
         return runs
 
@@ -158,9 +165,11 @@ class Session:
             seen = self.observe(ring=False, weights=round_again(weights, seed))
         return replace(runs, more=(*runs.more, errors_of(step_from(weights, seen), runs)))
 
-    def _where_cp1_runs(self, make: Callable[[], Any]) -> Any:
-        """Call `make`, which runs at cp=1, on rank 0; return None on other ranks."""
-        return self._on_first(make)
+    def _run_cp1(self, make: Callable[[], Any], *, share: bool = False) -> Any:
+        """Call `make`, which runs at cp=1, and return its result where it runs, or, if `share`, on all ranks."""
+        if self.cp1_on_all_ranks:
+            return make()
+        return self._shared(make) if share else self._on_first(make)
 
     def _on_first(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result there, None on other ranks; an error is raised on all ranks."""
@@ -175,10 +184,6 @@ class Session:
             raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
         return made
 
-    def _at_cp1(self, make: Callable[[], Any]) -> Any:
-        """Call `make`, which runs at cp=1, and return its result on all ranks."""
-        return self._shared(make)
-
     def _shared(self, make: Callable[[], Any]) -> Any:
         """Call `make` on rank 0 and return its result on all ranks."""
         return self._broadcast(self._on_first(make))
@@ -190,34 +195,34 @@ class Session:
 
     def _mask_check(self) -> Check:
         """Check that some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
-        check, spans = Check("mask", 0.0), self._spans()
-        want = self._at_cp1(lambda: self._beyond(spans, ring=False))
+        check, spans = Check(MASK, 0.0), self._spans()
+        want = self._run_cp1(lambda: self._beyond(spans, ring=False), share=True)
         for run, beyond in (("cp=1", want), ("cp=N", self._beyond(spans, ring=True))):
             if beyond:
                 check.failed.append(run)
                 check.ratio, check.position = float("inf"), beyond[0]
         if check.position is not None:
             start = max((p for p in spans if p <= check.position), default=min(spans))
-            runs, (first, stop) = " and ".join(check.failed), spans[start]
-            check.note = f"position {start} reaches {check.position} at {runs}, outside [{first}, {stop})"
+            runs = " and ".join(check.failed)
+            check.note = f"position {start} reaches {check.position} at {runs}, outside {ranges_of(spans[start])}"
         return check
 
     def _layer_mask_check(self) -> Check:
         """Check the mask of every attention layer against the configuration, at cp=N and at cp=1."""
         make_reader = partial(ReachReader, positions=self.masks.positions)
         return self.masks.check(
-            lambda wide: self._at_cp1(lambda: self.read(self.data, make_reader, ring=False, wide=wide)),
+            lambda wide: self._run_cp1(partial(self.read, self.data, make_reader, ring=False, wide=wide), share=True),
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
-    def _beyond(self, spans: dict[int, tuple[int, int]], *, ring: bool) -> list[int]:
+    def _beyond(self, spans: dict[int, torch.Tensor], *, ring: bool) -> list[int]:
         """Return the positions outside all spans that the changed tokens reach.
 
         If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
         number of tokens of that expert.
         """
         pair = self.data, replace_tokens(self.data, list(spans))
-        seen = {p for span in spans.values() for p in range(*span)}
+        seen = set(torch.stack(list(spans.values())).any(0).nonzero().flatten().tolist())
 
         def beyond(wide: bool, least: float) -> list[int]:
             reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
@@ -225,28 +230,30 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
-    def _spans(self) -> dict[int, tuple[int, int]]:
-        """Return the positions to change, and the range that each may reach.
+    def _spans(self) -> dict[int, torch.Tensor]:
+        """Return the positions to change, and which positions each may reach.
 
-        With a causal mask: the middle of the first document, and the last token of every document, which no other token
-        sees. Otherwise: the middle of every second document; the documents between them must not change.
+        With a causal mask: the last token of every document, which no other token sees, and the middle of the first
+        one; of documents that others continue, none, since most of the sequence may see them. Otherwise: the middle of
+        every second document; the documents between them must not change.
         """
-        bounds = [0, self.data.seqlen] if self.data.cu_seqlens is None else self.data.cu_seqlens.tolist()
-        reach = self.data.seqlen
+        documents, reach = self.data.documents, None
         if self.windows and None not in self.windows:
-            reach = sum(w - 1 for w in self.windows if w is not None)
-        if not self.settings.causal:
-            middles = {(start + stop) // 2: (start, stop) for start, stop in list(pairwise(bounds))[::2]}
-            return {p: (max(start, p - reach), min(stop, p + reach + 1)) for p, (start, stop) in middles.items()}
-        middle = bounds[1] // 2
-        return {middle: (middle, min(bounds[1], middle + 1 + reach))} | {p - 1: (p - 1, p) for p in bounds[1:]}
+            reach = 1 + sum(w - 1 for w in self.windows if w is not None)
+        if self.settings.causal:
+            continued = set(self.settings.parents or ())
+            changed = [stop - 1 for index, (_, stop) in enumerate(documents) if index not in continued]
+            changed += [] if 0 in continued else [documents[0][1] // 2]
+        else:
+            changed = [(start + stop) // 2 for start, stop in documents[::2]]
+        return {position: self.data.queries_of(position, reach, self.settings.causal) for position in changed}
 
     def _explain(self, report: Report, runs: Any) -> None:
         """Add the first failure in the order of the data path, and its likely cause, to the report."""
         check = next((check for check in report.checks if check.failed), None)
         if check is None:
             return
-        probes = self._probe(check) if check.name == "layer outputs" and check.failed[0] != HIDDEN else []
+        probes = self._probe(check) if check.name == LAYERS and check.failed[0] != HIDDEN else []
         sharded = ShardedPositions(self.settings.seqlen, self.group.size(), self.layout)
         report.first, report.hint = self._shared(lambda: explain(check, runs, probes, sharded))
         if not self.in_fp8:
@@ -278,7 +285,7 @@ class Session:
                 lambda run: self.layer_outputs(*run, ring=ring), ((self.data, None), (other, touch)), name
             )
 
-        return Reach(position, reached(ring=True), self._at_cp1(partial(reached, ring=False)))
+        return Reach(position, reached(ring=True), self._run_cp1(partial(reached, ring=False), share=True))
 
     def layer_outputs(self, data: Data, touch: Touch | None = None, *, ring: bool, wide: bool = False) -> Tensors:
         """Return the layer outputs of one forward."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,9 @@ from ringflash import huggingface
 from ringflash import loss as token_loss
 from ringflash.comm.seeding import seeded
 from ringflash.huggingface.flops import layer_windows
+from ringflash.sequence.layout import document_table
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.testing.dense import visible
 
 Batch = dict[str, Any]
 LEARNING_RATE = 0.01  # of the SGD step that is compared
@@ -30,6 +33,12 @@ LEARNING_RATE = 0.01  # of the SGD step that is compared
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the default optimizer: SGD, since Adam's first step depends only on the signs of the gradients."""
     return torch.optim.SGD(parameters, lr=LEARNING_RATE)
+
+
+def default_prepare(input_ids: Tensor, *, cu_seqlens: Tensor | None, **options: Any) -> Batch:
+    """Return `huggingface.prepare_batch`; documents that continue others have positions along their paths."""
+    positions = "global" if cu_seqlens is None or cu_seqlens.dim() == 1 else "document"
+    return huggingface.prepare_batch(input_ids, cu_seqlens=cu_seqlens, position_ids=positions, **options)
 
 
 @dataclass
@@ -49,7 +58,7 @@ class Training:
     """
 
     module: nn.Module
-    prepare: Callable[..., Batch] = huggingface.prepare_batch
+    prepare: Callable[..., Batch] = default_prepare
     evaluate: Callable[[nn.Module, Batch], Tensor | float] | None = None
     wrap: Callable[[nn.Module, dist.ProcessGroup], nn.Module] | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
@@ -65,7 +74,7 @@ class Data:
 
     Args:
         input_ids, labels: (1, seqlen), int64; labels shifted.
-        cu_seqlens: (num_documents + 1,), int32, or None for one document.
+        cu_seqlens: (num_documents + 1,), int32, a table of `ringflash.document_table`, or None for one document.
     """
 
     input_ids: Tensor
@@ -73,18 +82,47 @@ class Data:
     cu_seqlens: Tensor | None
 
     @property
+    def documents(self) -> list[tuple[int, int]]:
+        """Bounds of each document."""
+        if self.cu_seqlens is None:
+            return [(0, self.seqlen)]
+        return list(pairwise(self.cu_seqlens.reshape(-1, self.cu_seqlens.shape[-1])[0].tolist()))
+
+    def queries_of(self, position: int, window: int | None, causal: bool) -> Tensor:
+        """Return which queries see the key at a position: (seqlen,), bool.
+
+        Args:
+            window: keys that a query sees to either side, its own included; None is unlimited.
+        """
+        side, everything = -1 if window is None else window - 1, torch.arange(self.seqlen, device="cpu")
+        rows = None if self.cu_seqlens is None else self.cu_seqlens.tolist()
+        key = everything[position : position + 1]
+        return visible(everything, key, causal=causal, window_size=(side, side), cu_seqlens=rows)[:, 0]
+
+    @property
     def seqlen(self) -> int:
         """Number of tokens of the whole sequence."""
         return self.input_ids.shape[1]
 
 
-def draw_data(vocab_size: int, seqlen: int, bounds: list[int] | None, seed: int, device: torch.device) -> Data:
-    """Draw a sequence of random tokens."""
+def draw_data(
+    vocab_size: int,
+    seqlen: int,
+    bounds: list[int] | None,
+    seed: int,
+    device: torch.device,
+    parents: list[int] | None = None,
+    bidirectional: list[bool] | None = None,
+) -> Data:
+    """Draw a sequence of random tokens, in documents; see `ringflash.document_table`."""
     generator = torch.Generator("cpu").manual_seed(seed)
     input_ids = torch.randint(0, vocab_size, (1, seqlen), generator=generator, device="cpu").to(device)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cpu")
     labels = token_loss.shift_labels(input_ids, cu_seqlens)
     labels[:, : seqlen // 4] = IGNORE_INDEX
+    if cu_seqlens is not None and not parents is bidirectional is None:
+        relations = (None if x is None else torch.tensor(x, device="cpu") for x in (parents, bidirectional))
+        cu_seqlens = document_table(cu_seqlens, *relations)
     return Data(input_ids, labels, cu_seqlens)
 
 

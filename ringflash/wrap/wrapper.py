@@ -85,7 +85,7 @@ def wrap_attention(
     module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
-            layer._ringflash_calls, layer._ringflash_name = state, name  # type: ignore[assignment]
+            layer._ringflash_state, layer._ringflash_name = state, name  # type: ignore[assignment]
             layer._ringflash_is_root = name == ""  # type: ignore[assignment]
             layer.__class__ = _intercepted_class(type(layer))  # type: ignore[arg-type]
     return module
@@ -97,7 +97,7 @@ def wrapped_state(module: nn.Module) -> WrappedState:
     Raises:
         ValueError: a module that was not given to `wrap_attention`.
     """
-    state = getattr(module, "_ringflash_calls", None)
+    state = getattr(module, "_ringflash_state", None)
     if not isinstance(state, WrappedState):
         raise ValueError(
             f"module must be wrapped, got {type(module).__name__} as it was; call ringflash.wrap_attention first."
@@ -125,8 +125,8 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
     local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
-        if isinstance(getattr(layer, "_ringflash", None), ModelRing):
-            changes += [(layer, "_ringflash", local), (layer._ringflash_inputs, "options", local)]
+        if (inputs := getattr(layer, "_ringflash_inputs", None)) is not None:
+            changes.append((inputs, "options", local))
         elif isinstance(layer, RingAttention):
             changes.append((layer, "options", layer.options._replace(group=None, layout="contiguous")))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
@@ -161,7 +161,7 @@ def refuse_between_steps(module: nn.Module) -> None:
 @contextmanager
 def in_step(module: nn.Module | None) -> Iterator[None]:
     """Run a part of a step, such as its backward, in which checkpointed layers attend again."""
-    state = getattr(module, "_ringflash_calls", None)
+    state = getattr(module, "_ringflash_state", None)
     before = state is not None and state.outside
     try:
         if before:
@@ -199,7 +199,7 @@ def _check(name: str, layer: nn.Module, layout: str) -> None:
         raise NotImplementedError(
             f"{name}.forward must be that of its class, got one set on the object; wrap before that is set."
         )
-    if hasattr(layer, "_ringflash_calls"):
+    if hasattr(layer, "_ringflash_state"):
         raise ValueError(f"{name} must not be wrapped twice, got a wrapped {type(layer).__name__}; wrap the root once.")
     if isinstance(layer, RingAttention) and layer.layout != layout:
         raise ValueError(
@@ -255,7 +255,7 @@ def _is_training(module: nn.Module) -> bool:
 def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state: WrappedState = self._ringflash_calls
+        state: WrappedState = self._ringflash_state
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
         if compared:
             if not self._ringflash_aligned:

@@ -295,6 +295,10 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
     attempt("token types", model, **good, token_type_ids=torch.zeros_like(ids))
     attempt("router logits", model, **good, output_router_logits=True)
+    causal = accelerator.unwrap_model(model)
+    compute, causal.loss_function = causal.loss_function, trainer.loss_in_fp64
+    attempt("loss function", model, **good)
+    causal.loss_function = compute
     attempt("other tokens on a rank", model, input_ids=ids + (ctx.rank == 1), labels=ids)
     short = ids[:, : 24 - 2 * (ctx.rank == 1)]
     attempt("other length on a rank", model, input_ids=short, labels=short)
@@ -344,6 +348,7 @@ REFUSED = {
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
+    "loss function": "NotImplementedError: loss_function must be transformers' own of .*, got 'loss_in_fp64'; leave",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",

@@ -81,6 +81,12 @@ def test_rows_with_separate_documents(ctx: Context) -> None:
     for wrong in (bounds[:1], [0, 5], []):
         with pytest.raises(ValueError, match="cu_seqlens must be a tensor, or a list with a tensor for each row"):
             ringflash.ring_attention(q, k, v, group=ctx.group, cu_seqlens=wrong if ctx.rank else bounds[:1])
+    unseeing, no_sink = lse.detach().clone(), torch.full_like(sinks, -torch.inf)
+    unseeing[:, :, 0] = -torch.inf
+    inputs = [x.requires_grad_() for x in (out.detach().clone(), unseeing, no_sink)]
+    same = ringflash.apply_sinks(*inputs)
+    assert torch.equal(same[:, 1:], out[:, 1:]) and not same[:, 0].any()
+    assert all(torch.isfinite(x).all() for x in torch.autograd.grad(same.sum(), inputs))
     with pytest.raises(ValueError, match=r"sinks \(num_heads,\) \(4,\) for out .*; transpose them"):
         ringflash.apply_sinks(out, lse.mT, sinks)
 

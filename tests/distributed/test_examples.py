@@ -50,9 +50,9 @@ def run(code: str, folder: Path, num_ranks: int = 2) -> str:
     ("document", "start", "printed", "times"),
     [
         ("wrapping", "# train_loop.py", "loss", 3),
-        ("wrapping", "# lightning_module.py", "loss", 4),
+        ("lightning", "# lightning_module.py", "loss", 4),
         ("huggingface", "# policy.py", "loss", 3),
-        ("ring-flash-attention", "# attention.py", "norm", 1),
+        ("wrapping", "# attention.py", "norm", 1),
     ],
 )
 def test_results_are_those_of_one_process(document: str, start: str, printed: str, times: int, tmp_path: Path) -> None:

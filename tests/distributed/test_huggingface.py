@@ -191,6 +191,6 @@ def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
 def test_refuses_to_guess_the_group(ctx: Context) -> None:
     model = build("llama", ctx.group).model
     for module in model.modules():
-        module.__dict__.pop("_ringflash", None)
+        module.__dict__.pop("_ringflash_inputs", None)
     with pytest.raises(ValueError, match=r"set_group\(model, group\)"):
         model(**huggingface.prepare_batch(tokens(), group=ctx.group))

@@ -136,6 +136,11 @@ def test_labels_without_their_number_are_refused(ctx: Context) -> None:
         batch.pop("num_items_in_batch")
     with pytest.raises(ValueError, match="num_items_in_batch must be given with labels on a ring"):
         model(**batch, labels=batch["shift_labels"])
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    model.z_loss_coefficient = 0.25 * ctx.rank  # Bamba's
+    match = "z_loss_coefficient must be 0 with labels on a ring, got 0.25"
+    with pytest.raises(NotImplementedError, match=match):
+        model(**batch, labels=batch["shift_labels"])
 
 
 @on_ranks(2)

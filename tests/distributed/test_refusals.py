@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import operators
+from ringflash.attention import operators, plan
 from ringflash_kernels import flash4, reference
 from tests.helpers import refusals
 from tests.helpers.pool import Context, Pool, on_ranks
@@ -74,6 +74,16 @@ def test_package_missing_on_a_host_is_an_error_of_all(ctx: Context) -> None:
         mock.patch.object(flash4, "unsupported", side_effect=ImportError("undefined symbol")),
         pytest.raises(ImportError if ctx.rank == 1 else RuntimeError, match="undefined symbol"),
     ):
+        ringflash.ring_attention(**call)
+
+
+@on_ranks(2, timeout_s=20)
+def test_ranks_differ_in_kernel_of_auto(ctx: Context) -> None:
+    """A package that one host lacks: on GPUs "auto" would take another transport there, and both would wait."""
+    call = {**refusals.good_call(ctx), "impl": "auto"}
+    chosen = ("flash2", "fa4 cannot take it") if ctx.rank else plan.choose_impl(*(call[x] for x in "qkv"))
+    text = r"got kernel reference \(rank 0\), flash2 \(rank 1\); install the same packages on all hosts, or name an impl"
+    with mock.patch.object(plan, "choose_impl", lambda *_: chosen), pytest.raises(ValueError, match=text):
         ringflash.ring_attention(**call)
 
 

@@ -292,5 +292,14 @@ def test_flash_attention_of_models_is_substituted(ctx: Context) -> None:
         for got, want in zip(model.parameters(), alone.parameters(), strict=True):
             dist.all_reduce(got.grad, group=ctx.group)
             torch.testing.assert_close(got.grad, want.grad, rtol=1e-9, atol=1e-9 * float(want.grad.abs().max()))
+        code = sys.modules[type(model).__module__]
+        with (
+            mock.patch.object(code, "Lfm2ShortConv", object, create=True),
+            pytest.raises(NotImplementedError, match="got one with recurrent layers, which would be those of each"),
+        ):
+            model(**shard)
+        model.config.rope_parameters["rope_type"] = "dynamic"
+        with pytest.raises(NotImplementedError, match="got one with rotary angles that depend on the length"):
+            model(**shard)
     finally:
         del ALL_ATTENTION_FUNCTIONS["flash_attention_2"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,6 +54,24 @@ def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     ids = models.tokens(2)
     got = ring(input_ids=ids, labels=ids, fused_lm_head=True).aux_loss
     torch.testing.assert_close(got, whole(ids).aux_loss.to(got), rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_counted_positions_are_not_shared(ctx: Context) -> None:
+    """Llama 4's layers without rotation would count those of packed tokens; with chunks its tables are refused, too."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    from ringflash.accelerate.forward import RingForward, put_on_ring
+
+    model = models.build("chunks", "sdpa", layer_types=["full_attention"] * 2, attention_chunk_size=None)
+    add_fused_lm_head(model)
+    put_on_ring(model, ctx.group)
+    ids = models.tokens(2)
+    with (
+        mock.patch.object(RingForward, "min_shared", 1),
+        pytest.raises(NotImplementedError, match="share_prefixes must be left out for layers that count positions"),
+    ):
+        model(input_ids=ids, labels=ids, fused_lm_head=True)
 
 
 def test_other_labels_and_token_types_are_not_shared() -> None:

@@ -20,14 +20,19 @@ BOUNDS = [0, 19, 29, 48]
 
 
 def report_of(
-    ctx: Context, plant: str, kind: str | None = None, bounds: list[int] | None = None, patch: str | None = None
+    ctx: Context,
+    plant: str,
+    kind: str | None = None,
+    bounds: list[int] | None = None,
+    patch: str | None = None,
+    *relations: Any,
 ) -> tuple[bool, dict[str, list[str]], str, str]:
-    """(passed, what failed by check, first difference, likely cause)."""
+    """(passed, what failed by check, first difference, likely cause), also with parents and directions of documents."""
     from ringflash.verify.session import Session, Settings
     from tests.helpers import plants
 
     build: Any = getattr(plants, plant)
-    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds)
+    settings = Settings(SEQLEN, torch.float32, ctx.device, bounds, None, 0, True, *relations)
     with plants.PATCHES[patch]() if patch else nullcontext():
         report = Session(lambda group: build(group, kind) if kind else build(group), ctx.group, settings).run()
     return report.passed, {c.name: c.failed for c in report.checks if c.failed}, report.first, report.hint
@@ -194,6 +199,24 @@ def test_a_mistake_in_the_attention_is_named(pool: Pool, patch: str) -> None:
 )
 def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: str) -> None:
     assert_named(pool, where, why, plant, None, BOUNDS)
+
+
+# Two documents that continue the first one, which is bidirectional in some.
+@pytest.mark.parametrize(
+    ("plant", "kind", "bidirectional", "where", "why"),
+    [
+        ("right", "mistral_window", None, "", ""),
+        ("right", "llama", [True, False, False], "", ""),
+        ("parents_dropped", None, None, "masks of layers", "0 does not reach 47, inside [0, 48) at"),
+        ("siblings_in_a_chain", None, None, "mask: cp=1", "position 28 reaches 29 at cp=1 and cp=N, outside [28, 29)"),
+    ],
+)
+def test_documents_that_continue_others(
+    pool: Pool, plant: str, kind: str | None, bidirectional: list[bool] | None, where: str, why: str
+) -> None:
+    found = pool.run(report_of, plant, kind, BOUNDS, None, [-1, 0, 0], bidirectional, size=2)
+    passed, failed, first, hint = same_on_all_ranks(found)
+    assert passed != bool(where) and where in first and why in hint, (failed, first, hint)
 
 
 AT_ONE_TOO = "0 reaches 5, outside [0, 5) at cp=1 and cp=N"

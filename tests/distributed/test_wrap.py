@@ -60,8 +60,11 @@ def test_positions_follow_documents(ctx: Context) -> None:
     with mock.patch("ringflash.lightning.sharding.ranks_of", lambda _: strategy):
         for bounds in ([0, 7, 8, 24], [0, 12, 24], [0, 24]):
             batch = {"input_ids": torch.arange(24)[None], "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
-            shard = module.on_before_batch_transfer(batch, 0)
-            assert torch.equal(module.positions(shard["input_ids"]), shard["input_ids"][0])
+            shard = module.on_before_batch_transfer(batch | {"position_ids": "document"}, 0)
+            tokens = shard["input_ids"][0]
+            assert torch.equal(module.positions(shard["input_ids"]), tokens)
+            first = torch.tensor([max(x for x in bounds if x <= token) for token in tokens.tolist()])
+            assert torch.equal(shard["position_ids"][0], tokens - first)
             assert len(shard["input_ids"][0]) == 24 // ctx.size
 
 

@@ -155,6 +155,18 @@ def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
     assert_close(*_gradients(mask, shape, **options), num_chunks=2)
 
 
+@pytest.mark.parametrize(
+    "shape, accumulate", [(Shape(64), False), (Shape(128, 4, 2), True), (Shape(192, 2, 1), False)], ids=str
+)
+def test_backward_in_parts(shape: Shape, accumulate: bool) -> None:
+    """Walks that are cut into parts, which add to dK and dV, also under a window."""
+    for name in ("deep, window", "many small documents"):
+        emulator = Emulator()
+        emulator.load("backward.host")._PART_BLOCKS = 1
+        options = dict(whole_groups=True, accumulate=accumulate, emulator=emulator)
+        assert_close(*_gradients(MASKS[name], shape, **options), num_chunks=2)
+
+
 def test_backward_through_lse() -> None:
     assert_close(*_gradients(MASKS["deep, window"], Shape(128), with_dlse=True), num_chunks=2)
 

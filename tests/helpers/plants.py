@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from ringflash import RingAttention, huggingface
+from ringflash import RingAttention, document_table, huggingface
 from ringflash import loss as token_loss
 from ringflash.attention.ring_of_hops import GradientExchange
 from ringflash.comm.seeding import seeded
@@ -220,6 +221,27 @@ bounds_a_token_early = _with_bounds(_moved)
 bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
 
 
+def parents_dropped(group: Group) -> Training:
+    """The batch is made of the bounds only."""
+    training = right(group)
+    prepare = training.prepare
+    training.prepare = lambda input_ids, *, cu_seqlens, **kw: prepare(input_ids, cu_seqlens=cu_seqlens[0], **kw)
+    return training
+
+
+def siblings_in_a_chain(group: Group) -> Training:
+    """The batch is made of a table in which each document continues the previous one."""
+    training = right(group)
+    prepare = training.prepare
+
+    def other(input_ids: Tensor, *, cu_seqlens: Tensor, **kw: Any) -> dict[str, Any]:
+        chain = torch.arange(-1, cu_seqlens.shape[1] - 2, dtype=torch.int32)
+        return prepare(input_ids, cu_seqlens=document_table(cu_seqlens[0], chain), **kw)
+
+    training.prepare = other
+    return training
+
+
 def other_weights_on_rank_1(group: Group) -> Training:
     """Rank 1 has other weights, as if every rank drew from another seed."""
     training = right(group)
@@ -259,7 +281,9 @@ def dropout_over_a_mistake(group: Group) -> Training:
 def missed_layer(group: Group) -> Training:
     """Layer 1 was left with attention over the rank's own tokens."""
     training = right(group)
-    training.module.get_submodule("model.model.layers.1.self_attn")._ringflash = ModelRing(None)
+    layer: Any = training.module.get_submodule("model.model.layers.1.self_attn")
+    layer._ringflash_inputs = copy(layer._ringflash_inputs)
+    layer._ringflash_inputs.options = ModelRing(None)
     return training
 
 
@@ -446,17 +470,17 @@ def other_windows(change: Callable[[tuple[int, int], int], tuple[int, int]]) -> 
     """Attention is called with the window that `change` makes of its own and the layer's number, at cp=1 as at cp=N."""
     layers: list[int] = []
 
-    def options(module: nn.Module) -> ModelRing:
+    def find_error(module: nn.Module, *args: Any) -> Exception | None:
         layers.append(module.layer_idx)  # type: ignore[arg-type]
-        return read(module)
+        return check(module, *args)
 
     def attend(*args: Any, window_size: tuple[int, int], **rest: Any) -> Any:
         return original(*args, window_size=change(window_size, layers[-1]), **rest)
 
-    original, read = attention_function.attend, attention_function._options
+    original, check = attention_function.attend, attention_function.find_static_error
     with (
         mock.patch.object(attention_function, "attend", attend),
-        mock.patch.object(attention_function, "_options", options),
+        mock.patch.object(attention_function, "find_static_error", find_error),
     ):
         yield
 

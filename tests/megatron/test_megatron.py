@@ -31,6 +31,7 @@ from ringflash.megatron import RingCoreAttention, with_ring
 from ringflash.megatron.layer_spec import RingLayer
 
 ROOT = Path(__file__).parents[2]
+ENGINE = Path(__file__).parent / "engine"  # a stand-in for Transformer Engine
 MODELS = ("dense", "window", "packed", "packed window", "latent", "packed latent", "experts")
 RELATIVE_ERROR = 32 * torch.finfo(torch.float32).eps  # of the norm of a tensor; the ring sums in another order
 
@@ -39,29 +40,32 @@ Results = Callable[[int, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Function that returns what each rank of a case has written. All cases of a number of ranks run in one launch."""
+    """Function that returns what each rank of a case has written.
+
+    All cases of a number of ranks run in one launch, and those with a stand-in for Transformer Engine in another.
+    """
     folder = tmp_path_factory.mktemp("megatron")
     alone = [f"{name} alone" for name in MODELS]
     launches = {
         1: alone,
-        2: [*MODELS, "recomputed", "dense wrong", "tensor parallel alone", "pipeline alone"],
+        2: [*MODELS, "recomputed", "recomputed layers", "dense wrong", "tensor parallel alone", "pipeline alone"],
         4: [*MODELS, "tensor parallel", "pipeline"],
     }
-    started: set[int] = set()
 
     def read(size: int, case: str) -> list[dict[str, Any]]:
-        if size not in started:
-            started.add(size)
-            (folder / str(size)).mkdir()
-            launch(size, folder / str(size), launches[size])
-        return [torch.load(folder / str(size) / f"{case}.{rank}") for rank in range(size)]
+        engine = case.startswith("engine")
+        out = folder / f"{size} {engine}"
+        if not out.exists():
+            out.mkdir()
+            launch(size, out, [case] if engine else launches[size], [ENGINE] if engine else [])
+        return [torch.load(out / f"{case}.{rank}") for rank in range(size)]
 
     return read
 
 
-def launch(size: int, folder: Path, cases: list[str]) -> None:
+def launch(size: int, folder: Path, cases: list[str], packages: list[Path]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", *packages, os.environ.get("PYTHONPATH", "")]))
     ran = subprocess.run(
         [*command, "-m", "tests.megatron.worker", str(folder), *cases], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, timeout=800,
@@ -96,9 +100,17 @@ def test_training_equals_other_parallelism(results: Results, case: str, of_rank:
 
 
 @pytest.mark.timeout(900)
-def test_training_equals_one_that_keeps_attention(results: Results) -> None:
-    """With packed documents of which the backward computes attention again."""
-    assert largest_error(results(2, "recomputed")[0], results(1, "packed alone")[0]) <= RELATIVE_ERROR
+def test_layers_of_transformer_engine_on_a_ring(results: Results) -> None:
+    """Megatron's classes and specs for it, over a stand-in."""
+    want = results(1, "engine alone")[0]
+    assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(2, "engine"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ["recomputed", "recomputed layers"])
+def test_training_equals_one_that_keeps_attention(results: Results, case: str) -> None:
+    """With packed documents of which the backward computes attention, or whole layers, again."""
+    assert largest_error(results(2, case)[0], results(1, "packed alone")[0]) <= RELATIVE_ERROR
 
 
 @pytest.mark.timeout(900)
@@ -210,7 +222,7 @@ def test_with_ring_refuses_other_attention() -> None:
         with_ring(ModuleSpec(module=IdentityOp))
 
 
-def test_layers_of_a_missing_engine_are_refused() -> None:
+def test_layers_of_other_implementations_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="transformer_impl must be .* got 'inference_optimized'; pass"):
         config = settings()
         config.transformer_impl = "inference_optimized"

@@ -9,6 +9,7 @@ CUDA by name, so that this file first replaces what it asks.
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -100,6 +101,7 @@ class Case(NamedTuple):
 
 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 WINDOW = {**DENSE, "window_size": (20, 0), "window_attn_skip_freq": 2}
 CASES = {
     "dense": Case(DENSE),
@@ -109,7 +111,9 @@ CASES = {
     "latent": Case(LATENT),
     "packed latent": Case(LATENT, packed=True),
     "experts": Case({**DENSE, **EXPERTS}),
+    "engine": Case({**DENSE, "transformer_impl": "transformer_engine"}),
     "recomputed": Case({**DENSE, **RECOMPUTED}, packed=True),
+    "recomputed layers": Case({**DENSE, **LAYERS}, packed=True),
     "tensor parallel": Case(DENSE, tp=2),
     "pipeline": Case({**DENSE, **EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}, pp=2),
 }
@@ -148,7 +152,8 @@ def train(case: Case) -> dict[str, Any]:
     if case.ring:
         spec = import_module(("ringflash.megatron", "layer_spec"))  # as --spec does
     else:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        by_engine = config.transformer_impl == "transformer_engine"
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine, normalization="RMSNorm")
     model = GPTModel(
         config, spec, vocab_size=VOCAB, max_sequence_length=SEQLEN, position_embedding_type="rope",
         share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(),
@@ -184,25 +189,29 @@ def configuration(case: Case, cp: int) -> TransformerConfig:
     own = {"window_size": None} if case.packed and not case.ring else {}
     make = MLATransformerConfig if case.settings.get("multi_latent_attention") else TransformerConfig
     return make(
-        hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, transformer_impl="local",
-        use_cpu_initialization=True, context_parallel_size=cp, tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp, pipeline_dtype=torch.float32,
-        calculate_per_token_loss=True, attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm",
+        hidden_size=64, num_attention_heads=8, ffn_hidden_size=128, use_cpu_initialization=True,
+        context_parallel_size=cp, tensor_model_parallel_size=case.tp, pipeline_model_parallel_size=case.pp,
+        pipeline_dtype=torch.float32, calculate_per_token_loss=True, attention_dropout=0.0, hidden_dropout=0.0,
+        normalization="RMSNorm",
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False, **{"num_layers": 3, **case.settings, **own},
+        gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        **{"num_layers": 3, "transformer_impl": "local", **case.settings, **own},
     )  # fmt: skip
 
 
 def batches() -> Iterator[dict[str, Any]]:
-    """Yield microbatches of the whole sequence, the same on every rank; a fifth of the labels do not count."""
+    """Yield microbatches of the whole sequence, the same on every rank; a fifth of the labels do not count.
+
+    Of every second one, those of the first 16 tokens alone count: ranks differ in labels, and most have none.
+    """
     generator = torch.Generator().manual_seed(1)
-    while True:
+    for counted in itertools.cycle((SEQLEN, 16)):
         ids = torch.randint(0, VOCAB, (2, SEQLEN + 1), generator=generator)
         yield {
             "tokens": ids[:, :-1].contiguous(),
             "labels": ids[:, 1:].contiguous(),
-            "loss_mask": (torch.rand(2, SEQLEN, generator=generator) > 0.2).float(),
+            "loss_mask": (torch.rand(2, SEQLEN, generator=generator) > 0.2) * (torch.arange(SEQLEN) < counted).float(),
             "position_ids": torch.arange(SEQLEN).expand(2, -1).contiguous(),
             "cu_seqlens": None,
         }

@@ -1,4 +1,4 @@
-"""A LightningModule as it is before ringflash: the diff of docs/wrapping.md is applied to this file."""
+"""A LightningModule as it is before ringflash: the diff of docs/lightning.md is applied to this file."""
 
 import lightning
 import torch

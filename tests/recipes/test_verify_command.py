@@ -75,7 +75,7 @@ def test_a_lightning_evaluation_times_cp_is_named(reports: dict[str, Any]) -> No
 
 
 def test_a_module_of_ones_own_is_verified(reports: dict[str, Any]) -> None:
-    """With the diff of docs/wrapping.md it cuts its batches itself."""
+    """With the diff of docs/lightning.md it cuts its batches itself."""
     report = reports["own"]
     assert (report["status"], report["passed"], failed(report)) == (0, True, [])
     assert {check["name"] for check in report["checks"] if check["verdict"] == "not compared"} == {

@@ -1,4 +1,4 @@
-"""The diff of docs/wrapping.md, applied to a plain LightningModule: two ranks train as one process without it.
+"""The diff of docs/lightning.md, applied to a plain LightningModule: two ranks train as one process without it.
 
 Gloo processes on the CPU, fp64. One rank has left its losses, and a checkpoint of a run without the diff, in the folder
 before two ranks continue.
@@ -46,7 +46,7 @@ SCORES = [[4.0, 1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0, 0.0]]  # of both ranks
 
 def documented_diff() -> list[str]:
     """Return the lines of the diff of a LightningModule."""
-    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "wrapping.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "lightning.md").read_text(), re.DOTALL)
     return block.splitlines()
 
 
@@ -740,7 +740,7 @@ def test_batch_with_a_mask_is_refused(kind: Callable[[Any], Any]) -> None:
     """Hugging Face's collators make one, in a BatchEncoding, which is a UserDict."""
     module = type("Module", (SequenceSharding, lightning.LightningModule), {})()
     batch = kind(dict.fromkeys(("input_ids", "labels", "attention_mask"), torch.zeros(1, 8, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="batch must have only input_ids, labels .*, got also attention_mask; leave"):
+    with pytest.raises(ValueError, match="batch must have only input_ids, .* and position_ids, got also attention_mask; leave"):
         module.shard_batch(batch, None)
 
 
@@ -761,6 +761,7 @@ def test_sample_makes_the_ranks_unequal() -> None:
     labels = torch.where(mask, 3, -100)
     tokens = torch.arange(16)[None]
     batch = [tokens, labels, mask, mask.float()[..., None], mask * 0.5, torch.ones(1, 16), torch.randn(1, 5)]
+    assert sample({"x": tokens, "position_ids": "document"}, 8, held).keys() == {"x"}
     found = sample(batch, 8, held)
     kept = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]])  # of positions 8 to 15, of which 8 does not count
     assert torch.equal(found[0], tokens[:, 8:]) and torch.equal(found[6], batch[6])

@@ -45,7 +45,7 @@ def summed_evaluation(group: Any) -> CausalLM:
 
 
 def own(group: Any) -> Any:
-    """A module with the diff of docs/wrapping.md, whose batches are whole."""
+    """A module with the diff of docs/lightning.md, whose batches are whole."""
     from changed_gpt import GPT  # type: ignore[import-not-found]
 
     return GPT()

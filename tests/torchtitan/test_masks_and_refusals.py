@@ -153,6 +153,7 @@ def overridden(**differs: Any) -> Any:
     [
         ({"balancer": "ptrr"}, "context_parallel_load_balancer must be 'headtail' or None .* got 'ptrr'"),
         ({"backend": "partial_dtensor"}, "spmd_backend must be 'spmd_types' .* got 'partial_dtensor'"),
+        ({"flavor": "llama3_debugmodel_varlen_attn", "cp": 1}, "must have flex attention, .* got none; choose"),
         ({"cuda_graphs": True}, "disable_cuda_graphs must be True .* --training.disable_cuda_graphs"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

@@ -23,40 +23,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import ParallelismConfig
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.trainer import Trainer
 
+from benchmarks.bench_torchtitan import NoTokenizer
+
 ROWS = 4  # of each step, whatever the number of ranks
 LAYERS = 2
 CHECKPOINTING = {None: None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}
-
-
-class NoTokenizer(BaseTokenizer):
-    """Tokens are drawn at random."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        """Without fields."""
-
-    def __init__(self, config: Config, **_: Any) -> None:
-        super().__init__()
-        self.eos_id = 0
-
-    def encode(self, *_: Any, **__: Any) -> list[int]:
-        """Return nothing."""
-        return []
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        """Return nothing."""
-        return ""
-
-    def get_vocab_size(self) -> int:
-        """Return the size of the debug models."""
-        return 2048
 
 
 class Documents(BaseDataLoader):

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from ringflash.attention import schedule
-from ringflash_kernels.hopper.walks import walks
+from ringflash_kernels.hopper.walks import Walks, walks
 from ringflash_kernels.mask import Mask
-from tests.two_sided.forests import block_diffusion, images, random_forest, rollouts
-from tests.two_sided.kernel_masks import sequence_mask
+from tests.two_sided.forests import Forest, block_diffusion, images, random_forest, rollouts
+from tests.two_sided.kernel_masks import mask_of, sequence_mask
 
 
 def _masks(number: int = 10) -> list[Mask]:
@@ -46,6 +46,39 @@ def test_walks(tile_rows: int, block: int, transposed: bool, number: int) -> Non
                         assert part.all() and part.shape[1] == block
                     else:
                         assert part.any(), "an empty block is visited"
+
+
+def test_near_tiles_are_launched_together() -> None:
+    """Tiles stay in place, but the tree with the longest tile comes first; there is the same walk for each."""
+    small, large = rollouts(100, [120, 80]), rollouts(260, [190, 130])
+    forest = Forest((*small.lengths, *large.lengths), (*small.parents, -1, 3, 3), (False,) * (len(small.lengths) + 3))
+    mask = mask_of(forest)
+    near, longest = (walks(mask.transposed(), torch.device("cpu"), (0, 880), 64, 32, near=x) for x in (True, False))
+    assert near.tiles[:, 0].tolist() == [*range(4, 13), *range(4), 13]  # 4 is of both trees
+    assert sorted(near.tiles.tolist()) == sorted(longest.tiles.tolist())
+    assert near.longest == int(longest.tiles[0, 3]) and near.blocks == int(longest.tiles[:, 3].sum())
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+def test_walks_in_parts(most: int) -> None:
+    """Parts of a tile visit its blocks, with the same kind, and begin in the order of their launch."""
+    for mask in _masks(4):
+        whole, parts = (
+            walks(mask, torch.device("cpu"), (0, mask.seqlen_q), 32, 16, most_blocks=n) for n in (1 << 20, most)
+        )
+        assert max(parts.tiles[:, 3]) <= most and _visits(parts) == _visits(whole)
+        begins = parts.stretches[parts.tiles[:, 1].long(), 0]
+        assert (begins[1:] >= begins[:-1]).all()
+
+
+def _visits(found: Walks) -> list[tuple[int, int, int]]:
+    """Tile, block and kind of every visit."""
+    visits = []
+    for tile, first, count, blocks in found.tiles.tolist():
+        part = [(tile, j, m) for a, b, m, _ in found.stretches[first : first + count].tolist() for j in range(a, b)]
+        assert len(part) == blocks
+        visits += part
+    return sorted(visits)
 
 
 def test_masked_blocks_are_few() -> None:

@@ -225,7 +225,8 @@ class FromTriton(driver.CudaLauncher):
     """triton's launcher of a kernel of a descriptor and a pointer, whose part in C is a list."""
 
     global_scratch_size = profile_scratch_size = global_scratch_align = profile_scratch_align = 0
-    launch_cooperative_grid = launch_pdl = False
+    launch_cooperative_grid = launch_pdl = gsan_enabled = False
+    arg_annotations = kernel_signature = None
     num_ctas = 1
 
     def __init__(self, in_c: Callable[..., None]) -> None:
@@ -236,7 +237,12 @@ class FromTriton(driver.CudaLauncher):
 def test_a_bound_launch_is_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors are encoded once; another release of triton may have another launcher, which is not bound then."""
     launches, encoded = list[tuple[Any, ...]](), list[int]()
-    utils = SimpleNamespace(fill_tma_descriptor=lambda address, *_: encoded.append(address) or f"map of {address}")
+
+    def encode(address: int, *_: Any) -> str:
+        encoded.append(address)
+        return f"map of {address}"
+
+    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)  # triton 3.6, 3.9
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
     run, x = FromTriton(lambda *every: launches.append(every)), torch.zeros(8)
     box = Descriptor(x, [8], [1], [8], None)

@@ -15,8 +15,9 @@ from torch import nn
 import ringflash
 from ringflash import huggingface
 from ringflash.huggingface.batch import _checksum
+from ringflash.huggingface.model_checks import check_rope
 from ringflash.huggingface.spans import Use
-from ringflash.huggingface.validation import check_rope, find_shape_error, find_static_error
+from ringflash.huggingface.validation import find_shape_error, find_static_error
 from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
 pytest.importorskip("transformers")
@@ -315,6 +316,31 @@ def test_refuses_heads_and_balancing_losses(make: Callable[[], nn.Module], messa
     model = make()
     with pytest.raises(NotImplementedError, match=message):
         huggingface.CausalLMWithLoss(model, None)
+
+
+def test_refuses_terms_beside_cross_entropy() -> None:
+    """Bamba's z-loss, which the ring left out; a mean over tokens by a model's own code is accepted."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    sizes = TINY | {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]}
+    with torch.device("meta"):
+        model = BambaForCausalLM(BambaConfig(**sizes, z_loss_coefficient=0.25))
+    with pytest.raises(NotImplementedError, match="loss of BambaForCausalLM must be the cross-entropy of its logits"):
+        huggingface.CausalLMWithLoss(model, None)
+    model.z_loss_coefficient = 0.0
+    huggingface.CausalLMWithLoss(model, None)
+
+    def mean(self: torch.nn.Module, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        logits = type(build()).forward(self, input_ids).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=logits, loss=self.factor * loss)
+
+    own: Any = build()
+    own.factor, own.__class__ = 1.0, type("Own", (type(own),), {"forward": mean})
+    huggingface.CausalLMWithLoss(own, None)
+    own.factor = 1.5
+    with pytest.raises(NotImplementedError, match="loss of Own must be the cross-entropy of its logits, got other"):
+        huggingface.CausalLMWithLoss(own, None)
 
 
 def test_options_of_other_families_scale_no_logits() -> None:

@@ -277,16 +277,15 @@ def test_rings_across_two_hosts_are_planned_so() -> None:
 # Measured steps.
 
 
-def _runs(result: Any) -> list[dict[str, Any]]:
-    """Runs of benchmarks/train_steps.py in a file of results."""
-    found = [result, *result.values()] if isinstance(result, dict) else []
-    return [run for run in found if isinstance(run, dict) and {"steps", "ranks", "memory", "model"} <= run.keys()]
+def _is_run(result: Any) -> bool:
+    """Return whether a file of results is of benchmarks/train_steps.py."""
+    return isinstance(result, dict) and {"steps", "ranks", "memory", "model"} <= result.keys()
 
 
 MEASURED = [
     (path.stem, run, step)
     for path in sorted((ROOT / "benchmarks" / "results").glob("*_*xh200.json"))
-    for run in _runs(json.loads(path.read_text()))
+    if _is_run(run := json.loads(path.read_text()))
     for step in {step["seqlen"]: step for step in run["steps"]}.values()  # the last of each length
     if not (run["memory"]["liger"] and "num_experts" in run["model"])  # which no plan counts
 ]
@@ -294,12 +293,13 @@ MEASURED = [
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
     """Return False for a short step that was the first of its run, one tile, or waited for a host."""
-    return name not in ("liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200") or step["seqlen"] > 100_000
+    unsettled = "liger_2xh200", "without_liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200"
+    return name not in unsettled or step["seqlen"] > 100_000
 
 
 def _waited_for_copies(run: dict[str, Any]) -> bool:
     """Return whether checkpoints left and returned one at a time, with no work meanwhile, as they did once."""
-    return run["memory"]["offload_checkpoints"] and ("document_tokens" not in run or "copies_not_hidden" in run)
+    return run["memory"]["offload_checkpoints"] and "document_tokens" not in run
 
 
 def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
@@ -317,11 +317,7 @@ def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
     if experts:  # which are tokens' own products, and most of all
         return seconds + (parts["linear"] / 5 if first else 0.0)
     mlp, others = 151, 4 * 42 + 3 * 622 / layers
-    if first or run.get("tiles_computed_twice"):
-        return seconds + parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others)
-    if run["commit"].startswith("9f0f252"):
-        return seconds + parts["linear"] * mlp / 3 / (4 * mlp + others)
-    return seconds
+    return seconds + (parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others) if first else 0.0)
 
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ringflash.testing.dense import visible
 from ringflash.verify.compare import Check
-from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks
+from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.probe import read_forward
 from ringflash.verify.subject import Training, draw_data
 from tests.helpers.models import TINY
@@ -32,7 +32,14 @@ def test_spans_are_those_of_dense_attention(mask: LayerMask, causal: bool) -> No
         seen &= places[:, None] // mask.chunk == places[None] // mask.chunk
     masks = LayerMasks({"layer": mask}, draw_data(61, SEQLEN, BOUNDS, 0, torch.device("cpu")), causal)
     for key in range(SEQLEN):
-        assert list(range(*masks._span("layer", key))) == seen[:, key].nonzero().flatten().tolist()
+        assert torch.equal(masks._queries_of("layer", key), seen[:, key])
+
+
+def test_queries_of_documents_that_continue_others() -> None:
+    data = draw_data(61, 12, [0, 4, 7, 12], 0, torch.device("cpu"), [-1, 0, 0], [False, True, False])
+    masks = LayerMasks({"full": LayerMask(), "window": LayerMask(window=3)}, data, causal=True)
+    seen = [ranges_of(masks._queries_of(name, key)) for name, key in (("full", 2), ("full", 5), ("window", 3))]
+    assert seen == ["[2, 12)", "[4, 7)", "[3, 6) and [7, 9)"]
 
 
 def check_of(config: Any, bounds: list[int] | None, window: int | None = None) -> tuple[list[str], Check]:

@@ -92,8 +92,8 @@ def test_what_is_not_wrapped_is_unchanged() -> None:
     assert torch.equal(call(plain), before)
     duplicate: Any = copy.deepcopy(wrapped)
     assert torch.allclose(call(duplicate), before, rtol=0, atol=1e-12)
-    assert duplicate._ringflash_calls is not wrapped._ringflash_calls
-    assert duplicate._ringflash_calls is duplicate.blocks[1].attn._ringflash_calls
+    assert duplicate._ringflash_state is not wrapped._ringflash_state
+    assert duplicate._ringflash_state is duplicate.blocks[1].attn._ringflash_state
 
 
 def test_a_ring_is_copied_with_its_group() -> None:
@@ -109,7 +109,7 @@ def test_autocast_reaches_the_attention() -> None:
     """torch's own attention casts its inputs, and so must the ring's."""
     plain, wrapped = (own.build(own.Model, rotary=True, is_causal=True).float() for _ in range(2))
     ringflash.wrap_attention(wrapped, None)
-    calls: Any = wrapped._ringflash_calls
+    calls: Any = wrapped._ringflash_state
     calls.trace = []
     with torch.autocast("cpu", torch.bfloat16):
         assert call(wrapped).dtype == call(plain).dtype == torch.bfloat16

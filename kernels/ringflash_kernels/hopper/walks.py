@@ -13,19 +13,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.mask import Mask, check_capture
 
-_FAR = 1 << 40
 _MAX_BLOCK = 128  # keys of a block, at most
 SHORT_BLOCKS, SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 
 
 class Walks(NamedTuple):
-    """Tables of a launch, and whether the walks are short and mostly unmasked.
+    """Tables of a launch; whether the walks are short and mostly unmasked; blocks of the longest one, and of all.
 
     Tiles with short walks end at the same blocks, those of their documents, and so may go down from there together.
 
-    tiles: (num_tiles, 4), int32: tile, first stretch, number of stretches, number of blocks; most blocks first.
+    tiles: (num_walks, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
+        There is one walk for each tile, unless they are cut into parts.
     stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
         tile above that visits these blocks, or -1; ascending within a tile.
     """
@@ -33,6 +33,8 @@ class Walks(NamedTuple):
     tiles: torch.Tensor
     stretches: torch.Tensor
     are_short: bool
+    longest: int
+    blocks: int
 
 
 def walks(
@@ -42,26 +44,39 @@ def walks(
     tile_rows: int,
     block: int,
     *,
+    near: bool = False,
+    most_blocks: int | None = None,
     ordered: bool = False,
 ) -> Walks:
     """Return the walks over all columns of the tiles of the rows [first, end), cached with the mask.
 
     Args:
+        near: launch tiles that visit the same blocks together (`_near_together`); otherwise the longest tiles first.
+        most_blocks: cut longer walks into parts, launched in the order of their first blocks. Tiles that visit no block
+            have no walk.
         ordered: find the previous tile of each stretch, for sums in a fixed order.
     """
     device = torch.device(device)
 
     def make() -> Walks:
         check_capture(device)
-        tiles, stretches = _new_walks(mask.regions, rows, tile_rows, block, mask.seqlen_k)
+        tiles, stretches = _new_walks(mask, rows, tile_rows, block)
+        if most_blocks is not None:
+            tiles, stretches = _in_parts(tiles, stretches, most_blocks)
+            order = torch.argsort(stretches[tiles[:, 1].long(), 0], stable=True)
+        elif near:
+            order = _near_together(tiles, stretches, tile_rows // block + 1)
+        else:
+            order = _longest_first(tiles[:, 3])
+        tiles = tiles[order].contiguous()
         blocks = stretches[:, 1] - stretches[:, 0]
         total, masked = int(blocks.sum()), int((blocks * stretches[:, 2]).sum())
         are_short = total <= SHORT_BLOCKS * len(tiles) and masked <= SHORT_MASKED * total
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), are_short)
+        return Walks(tiles.to(device), stretches.to(device), are_short, int(tiles[:, 3].max()), total)
 
-    return mask.cached(("walks", device, rows, tile_rows, block, ordered), make)
+    return mask.cached(("walks", device, rows, tile_rows, block, near, most_blocks, ordered), make)
 
 
 class Limits(NamedTuple):
@@ -98,6 +113,47 @@ def has_begins(mask: Mask) -> bool:
     return mask.cached("has begins", make)
 
 
+def _longest_first(blocks: torch.Tensor) -> torch.Tensor:
+    return torch.argsort(blocks, descending=True, stable=True)
+
+
+def _near_together(tiles: torch.Tensor, stretches: torch.Tensor, shared: int) -> torch.Tensor:
+    """Return an order of tiles: as they are, but the tree with the longest tile first.
+
+    So tiles that run at the same time read the same rows from L2, and no long tile is started last.
+
+    Args:
+        shared: blocks that tiles of two trees may share, where one tree ends inside of a tile.
+    """
+    _, first, count, blocks = tiles.long().unbind(1)
+    visits = count > 0
+    begin = torch.where(visits, stretches[first.clamp(max=len(stretches) - 1), 0].long(), 0)
+    end = torch.where(visits, stretches[(first + count - 1).clamp(min=0), 1].long(), 0)
+    reached = torch.cat([end.new_zeros(1), end.cummax(0).values[:-1]])
+    tree = (visits & (begin + shared >= reached)).cumsum(0)
+    longest = torch.zeros(int(tree[-1]) + 1, dtype=torch.int64, device="cpu").scatter_reduce_(0, tree, blocks, "amax")
+    return _longest_first(longest[tree])
+
+
+def _in_parts(tiles: torch.Tensor, stretches: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut walks into equal parts of at most `most` blocks."""
+    number, _, _, blocks = tiles.long().unbind(1)
+    begin, end, masked, _ = stretches.unbind(1)
+    places = torch.nn.functional.pad((end - begin).cumsum(0), (1, 0))  # of stretches in all walks, one after the other
+    starts = blocks.cumsum(0) - blocks
+    counts = -(-blocks // most)
+    walk = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), counts)
+    part = torch.arange(len(walk), device="cpu") - (counts.cumsum(0) - counts)[walk]
+    starts = starts[walk] + blocks[walk] * part // counts[walk]
+    edges = torch.cat([places, starts]).unique()
+    of = torch.searchsorted(places, edges[:-1], right=True) - 1
+    begin = begin[of] + edges[:-1] - places[of]
+    first = torch.searchsorted(edges, starts)
+    stretches = torch.stack([begin, begin + edges.diff(), masked[of], torch.zeros_like(begin)], 1).int()
+    sizes = (torch.cat([x, x.new_tensor([last])]).diff() for x, last in ((first, len(stretches)), (starts, edges[-1])))
+    return torch.stack([number[walk], first, *sizes], 1).int(), stretches.contiguous()
+
+
 def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut stretches so that all blocks of each have one previous tile, which is its last column."""
     last = np.full(num_blocks, -1, dtype=np.int32)
@@ -112,19 +168,13 @@ def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int
     return torch.from_numpy(new_tiles), torch.tensor(new_stretches, dtype=torch.int32, device="cpu")
 
 
-def _new_walks(
-    regions: tuple[Region, ...], rows: tuple[int, int], tile_rows: int, block: int, seqlen_k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-seqlen_k // block) + 1
-    table = torch.tensor(
-        [[*r[:4], -_FAR if r.lower is None else r.lower, _FAR if r.upper is None else r.upper] for r in regions],
-        device="cpu",
-    )
-    q_start, q_stop, k_start, k_stop, lower, upper = table.unbind(1)
+def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-mask.seqlen_k // block) + 1
+    q_start, q_stop, k_start, k_stop, lower, upper = torch.from_numpy(mask.table).unbind(1)
     # One piece for each region and tile that share rows.
     first_tile, last_tile = (q_start - rows[0]) // tile_rows, (q_stop - 1 - rows[0]) // tile_rows
     counts = last_tile - first_tile + 1
-    of = torch.repeat_interleave(torch.arange(len(regions), device="cpu"), counts)
+    of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
     tile = torch.arange(len(of), device="cpu") - (counts.cumsum(0) - counts)[of] + first_tile[of]
     top = torch.maximum(q_start[of], tile * tile_rows + rows[0])
     bottom = torch.minimum(q_stop[of], (tile + 1) * tile_rows + rows[0]) - 1
@@ -163,4 +213,4 @@ def _new_walks(
     number = torch.zeros(num_tiles, dtype=torch.int64, device="cpu").index_add_(0, tile, torch.ones_like(tile))
     blocks = torch.zeros_like(number).index_add_(0, tile, end - begin)
     tiles = torch.stack([torch.arange(num_tiles, device="cpu"), number.cumsum(0) - number, number, blocks], 1).int()
-    return tiles[torch.argsort(blocks, descending=True, stable=True)].contiguous(), stretches.contiguous()
+    return tiles, stretches.contiguous()

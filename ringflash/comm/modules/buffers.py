@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
+from ringflash.comm.comparison import checksum, gather_values
 from ringflash.comm.group import Group, resolve
 
 INTERVAL = 16  # training forwards from one comparison to the next, after as many that are all compared
@@ -47,12 +45,12 @@ class ChangedBuffers:
         if any(cuda_graphs.capturing(x.device) for x in now.values()):
             return
         changed = sorted(name for name, x in now.items() if name not in before or _differ(before[name], x))
-        sums = {name: _checksum(now[name]) for name in changed}
+        sums = {name: checksum(now[name]) for name in changed}
         if len(set(gather(resolved, zlib.crc32(str(sums).encode())))) == 1:
             return
-        everywhere = sorted({name for names in _gather_objects(resolved, changed) for name in names})
-        mine = [_checksum(now[name]) if name in now else None for name in everywhere]
-        of_ranks = zip(*_gather_objects(resolved, mine), strict=True)
+        everywhere = sorted({name for names in gather_values(resolved, changed) for name in names})
+        mine = [checksum(now[name]) if name in now else None for name in everywhere]
+        of_ranks = zip(*gather_values(resolved, mine), strict=True)
         unequal = [name for name, found in zip(everywhere, of_ranks, strict=True) if len(set(found)) > 1]
         if unequal:
             raise ValueError(
@@ -74,14 +72,3 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _differ(before: tuple[Tensor, int], now: Tensor) -> bool:
     return before[0] is not now or before[1] != now._version
-
-
-def _checksum(x: Tensor) -> int:
-    contents = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(contents.numpy().data, zlib.crc32(f"{x.dtype}{tuple(x.shape)}".encode()))
-
-
-def _gather_objects(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, mine, group=group)
-    return found

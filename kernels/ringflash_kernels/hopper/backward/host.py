@@ -36,6 +36,8 @@ _L2_BYTES_PER_SECTION = 16 * 2**20
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
+# Walks are cut into parts of this many blocks if a tile visits more than this share of the blocks of an SM.
+_PART_BLOCKS, _LONG_TILE = 64, 0.25
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -105,11 +107,12 @@ class HopperBackward:
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
         group = self._group(k, hop)
-        in_parts = group < self.q.shape[2] // k.shape[2]
+        tables = self._tables(mask, hop, k, group)
+        in_parts = group < self.q.shape[2] // k.shape[2] or tables.in_parts
         with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
                 with device_guard(k.device):
-                    self._add_keys(k, v, mask, hop, group, dk, dv, adds)
+                    self._add_keys(k, v, hop, tables, group, dk, dv, adds)
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
@@ -164,8 +167,8 @@ class HopperBackward:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        mask: Mask,
         hop: HopRectangle,
+        tables: Tables,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -175,17 +178,15 @@ class HopperBackward:
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
-        num_tiles = -(-hop.num_keys // tiles.block_n)
+        num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
-        begins, *tables, short = self._tables(mask, hop, k.device, tiles.block_n)
-        down = short and not (self.ordered or tiles.wide)
         scalars = (
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group) and not down), self.clock,
+            int(self._in_step(hop, group) and not tables.down), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
@@ -196,15 +197,15 @@ class HopperBackward:
         )  # fmt: skip
         variant = (
             head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
-            down, accumulate,
+            tables.down, accumulate,
         )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _WIDE(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
-                begins, *self._bounds(hop), *tables, *scalars, *scales, VALUE_REST=tiles.value_rest, HELD=tiles.held,
-                **choices,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, VALUE_REST=tiles.value_rest,
+                HELD=tiles.held, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -212,10 +213,10 @@ class HopperBackward:
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
-                begins, *self._bounds(hop), *tables, *scalars, *self._order(num_tiles), *scales,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DOWN=down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
+                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
                 TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
             )  # fmt: skip
 
@@ -263,24 +264,29 @@ class HopperBackward:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
-    def _tables(
-        self, mask: Mask, hop: HopRectangle, device: torch.device, block_n: int
-    ) -> tuple[TensorDescriptor | None, torch.Tensor | None, torch.Tensor | None, bool]:
-        """Return the tables of a two-sided mask: first keys of rows if they are needed, and `Walks`.
+    def _tables(self, mask: Mask, hop: HopRectangle, k: torch.Tensor, group: int) -> Tables:
+        """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty.
 
-        The last result is true if tiles gain by walking down together: short walks, few masked blocks and no window.
+        If one tile takes long, all are cut into parts, whose dK and dV are added up: so SMs end at the same time, and
+        tiles that see the same rows run at the same time.
         """
         if not hop.two_sided:
-            return None, None, None, False
-        side = mask.cached("transposed", mask.transposed)
-        tiles, stretches, are_short = walks(side, device, (0, side.seqlen_q), block_n, 64, ordered=self.ordered)
+            return Tables()
+        side, device, block_n = mask.cached("transposed", mask.transposed), k.device, self.tiles.block_n
+        rows, groups = (0, side.seqlen_q), k.shape[0] * self.q.shape[2] // group
+        walk = walks(side, device, rows, block_n, 64, near=True, ordered=self.ordered)
+        is_long = walk.longest > max(_PART_BLOCKS, _LONG_TILE * walk.blocks * groups / SMS)
+        in_parts = is_long and not self.deterministic
+        if in_parts:
+            walk = walks(side, device, rows, block_n, 64, most_blocks=_PART_BLOCKS)
+        down = walk.are_short and not (hop.has_begins or self.ordered or self.tiles.wide or in_parts)
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
-        return begins, tiles, stretches, are_short and not hop.has_begins
+        return Tables(begins, walk[:2], len(walk.tiles), down, in_parts)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
         rows = 0, mask.seqlen_q
-        tiles, stretches, _ = walks(mask, device, rows, _HELD_QUERIES, 64)
+        tiles, stretches, *_ = walks(mask, device, rows, _HELD_QUERIES, 64)
         return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), tiles, stretches
 
     def _queries(self, start: int, stop: int) -> _Queries:
@@ -356,6 +362,23 @@ class _Queries(NamedTuple):
     dout: _Pieces
     stats: TensorDescriptor
     dq: _Pieces
+
+
+class Tables(NamedTuple):
+    """Tables of a two-sided mask for the kernel of dK and dV.
+
+    Args:
+        begins: first key of each row, if rows need them.
+        walks: tiles and stretches of `Walks`, and the number of walks.
+        down: walks go down from their last block, together: they are short, and few of their blocks are masked.
+        in_parts: several walks add to one tile's dK and dV.
+    """
+
+    begins: TensorDescriptor | None = None
+    walks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    num_walks: int = 0
+    down: bool = False
+    in_parts: bool = False
 
 
 class HopRectangle(NamedTuple):

@@ -182,16 +182,17 @@ class _Products(host.HopperBackward):
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
         # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
-        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
+        tables = self._tables(mask, hop, dk, group)
+        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2] or tables.in_parts
         with host.written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
-                self._launch(records, mask, hop, group, dk, dv, adds)
+                self._launch(records, hop, tables, group, dk, dv, adds)
 
     def _launch(
         self,
         records: torch.Tensor,
-        mask: Mask,
         hop: HopRectangle,
+        tables: host.Tables,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -200,7 +201,7 @@ class _Products(host.HopperBackward):
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
         heads_together = self._section(num_groups, hop.num_rows)
-        num_tiles = -(-hop.num_keys // BLOCK_K)
+        num_tiles = tables.num_walks or -(-hop.num_keys // BLOCK_K)
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
         keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
@@ -211,7 +212,6 @@ class _Products(host.HopperBackward):
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
-        begins, *tables, _ = self._tables(mask, hop, dk.device, BLOCK_K)
         _KEYS(
             (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
             num_tiles * num_groups,
@@ -219,7 +219,7 @@ class _Products(host.HopperBackward):
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2],
-            begins, *self._bounds(hop), *tables,
+            tables.begins, *self._bounds(hop), *tables.walks,
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
