@@ -91,7 +91,7 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     "problem, chosen", [(None, "copy_engine"), (OUT_OF_REACH, "nccl"), (NOT_PERMITTED, "nccl")], ids=str
 )
 def test_auto_takes_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine | None, chosen: str) -> None:
-    """Where it is not permitted, auto says why it does without."""
+    """The reason why auto does without is said, except of ranks that are out of reach."""
     group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
