@@ -720,7 +720,7 @@ def assert_trained(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) 
 
 
 def test_the_diff_changes_three_lines() -> None:
-    """Beside the import."""
+    """Not counting the import."""
     assert sum(line.startswith("-") for line in documented_diff()) == 3
 
 
