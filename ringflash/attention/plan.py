@@ -142,12 +142,12 @@ class CallPlan:
         """Return the plan after the ranks of the group have compared their hosts, a collective call."""
         group = self.options.group
         assert group is not None
-        opened = transport_name(open_transport(UNDECIDED, group))
-        if _checked(opened, self.impl) == "nccl":
+        name = transport_name(open_transport(UNDECIDED, group))
+        if name == "nccl":
             with suppress(NotImplementedError):
                 find_split(group)
-        algorithm, transport, reason = _choose_auto(opened, self.impl, self.options, shape)
-        return replace(self, algorithm=algorithm, transport=transport, transport_reason=reason)
+        algorithm, reason = _algorithm_of_auto(name, self.options, shape)
+        return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
 
     def _open_ulysses(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         group = self.options.group
@@ -240,7 +240,7 @@ def plan_call(
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_backward(impl, q.shape[-1], options.deterministic)
-    algorithm, transport, why = _choose_algorithm(options, impl, CallShape.of(q, k, v))
+    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
 
@@ -258,7 +258,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
-        "kernel": plan.impl,  # that of "auto" decides about its transport
+        "kernel": plan.impl,  # "auto" chooses by the packages of a rank
         "transport": options.transport,
         "deterministic": options.deterministic,
         "hosts": str(split_of(plan.algorithm, options.group)),
@@ -277,16 +277,8 @@ def ring_over(transport: str | Undecided | None) -> Algorithm:
     return Algorithm.RING if transport in (None, "gloo") else Algorithm.GATHER
 
 
-def _checked(transport: str | Undecided | None, impl: str) -> str | Undecided | None:
-    """Return the transport of "auto": messages in place of the copy engine for kernels that were not tested over it.
-
-    A test of flash2 with K/V in buffers did not end over the copy engine of two H100s; the cause is not known.
-    """
-    return "nccl" if transport == "copy_engine" and impl in ("flash2", "fa4") else transport
-
-
 def _choose_algorithm(
-    options: CallOptions, impl: str, shape: CallShape
+    options: CallOptions, shape: CallShape
 ) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
     """Return the algorithm and the transport that the argument `transport` selects, and why.
 
@@ -308,19 +300,9 @@ def _choose_algorithm(
         _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
         return exchange, UNDECIDED if (exchange, able) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
     if name == "auto":
-        return _choose_auto(transport, impl, options, shape)
+        algorithm, reason = _algorithm_of_auto(transport, options, shape)
+        return algorithm, transport, reason
     return Algorithm.RING if group is None else ring_over(transport), transport, "asked for"
-
-
-def _choose_auto(
-    transport: str | Undecided | None, impl: str, options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
-    """Return algorithm and transport of "auto" where the group can use `transport`, and why."""
-    taken = _checked(transport, impl)
-    algorithm, reason = _algorithm_of_auto(taken, options, shape)
-    if taken != transport:
-        reason = f"impl {impl!r} is not used over the copy engine; {reason}"
-    return algorithm, taken, reason
 
 
 def _algorithm_of_auto(

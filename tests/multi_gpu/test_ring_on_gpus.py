@@ -69,10 +69,9 @@ SECTIONS = [
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
-    """All calls take this transport, with kernels for which "auto" would take another as well."""
+    """All calls take this transport."""
     with (
         mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport),
-        mock.patch("ringflash.attention.plan._checked", lambda chosen, _: chosen),
         mock.patch.dict("ringflash.attention.plan.planned", clear=True),
     ):
         yield
@@ -82,7 +81,7 @@ def over(transport: str) -> Iterator[None]:
 def in_sections(turns: bool) -> Iterator[None]:
     """A head a section, published in parts; keys in buffers that take turns, as where they are many, or whole, with a
     third stage."""
-    schedule.plan_gather.cache_clear()  # what is kept belongs to a gathering
+    _forget_gatherings()
     with (
         mock.patch.dict("ringflash.attention.plan.planned", clear=True),
         mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
@@ -91,7 +90,13 @@ def in_sections(turns: bool) -> Iterator[None]:
         mock.patch.object(sections, "choose_num_gradient_buffers", lambda *args: min(2 if turns else 3, len(args[-1]))),
     ):
         yield
+    _forget_gatherings()
+
+
+def _forget_gatherings() -> None:
+    """Drop gatherings, to which areas keep their transfers: a rank that kept those of other sections would hang."""
     schedule.plan_gather.cache_clear()
+    schedule.plan_blocks.cache_clear()
 
 
 @contextmanager

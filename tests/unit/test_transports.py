@@ -29,7 +29,6 @@ from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, copy_engine
 from ringflash.sequence.mask import Documents, SequenceMask
-from tests.multi_gpu.test_ring_on_gpus import over
 
 GPU = torch.device("cuda")
 
@@ -104,15 +103,6 @@ def test_auto_takes_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine |
             opened = transport.open_transport(transport.UNDECIDED, group)
         assert transport.transport_name(opened) == chosen
         assert transport.choose_transport("auto", group, GPU) == chosen
-        with mock.patch.object(plan, "known_split", lambda group: HostSplit(1, 2)):
-            call = CallOptions(group), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
-            assert plan._choose_algorithm(call[0], "hopper", call[1])[1] == chosen
-            _, taken, reason = plan._choose_algorithm(call[0], "flash2", call[1])
-            assert taken == "nccl" and (
-                chosen == "nccl" or reason.startswith("impl 'flash2' is not used over the copy")
-            )
-            with over("copy_engine"):  # tests on GPUs take the transport that they name
-                assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "copy_engine"
         assert transport.open_transport(chosen, group) is opened
 
 
@@ -130,7 +120,7 @@ def test_transport_argument_names_algorithms_too(name: str, algorithm: object, m
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
         mock.patch.object(plan, "known_split", lambda group: HostSplit(2, 2)),
     ):
-        assert plan._choose_algorithm(CallOptions(group, transport=name), "hopper", shape)[:2] == (algorithm, moved_by)
+        assert plan._choose_algorithm(CallOptions(group, transport=name), shape)[:2] == (algorithm, moved_by)
 
 
 class Part(Messages):
