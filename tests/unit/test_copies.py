@@ -64,16 +64,12 @@ def test_one_call_for_all(driver: Driver) -> None:
     assert driver.calls == [(7, 7), (7, 7)]
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_copies_are_torchs(driver: Driver, count: int) -> None:
+@pytest.mark.parametrize("count, captured", [(0, False), (1, False), (3, True)])
+def test_few_or_captured_copies_are_torchs(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, count: int, captured: bool
+) -> None:
+    monkeypatch.setattr(copies, "capturing", lambda device: captured)
     pairs = pieces(count)
-    Copies(pairs, CPU)(STREAM)
-    assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
-
-
-def test_a_graph_captures_torchs_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "capturing", lambda device: True)
-    pairs = pieces(3)
     Copies(pairs, CPU)(STREAM)
     assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
 
