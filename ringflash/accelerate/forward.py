@@ -279,7 +279,8 @@ def _check_loss_function(causal: Any) -> None:
     if compute not in known:
         raise NotImplementedError(
             "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from ringflash.log_probs."
+            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from "
+            "ringflash.log_probs."
         )
 
 

@@ -334,6 +334,10 @@ def test_refuses_heads_with_a_bias() -> None:
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.lm_head.out_features))
     with pytest.raises(NotImplementedError, match="linear layer without bias, got torch.* with a bias; call"):
         huggingface.CausalLMWithLoss(model, None)
+    model.lm_head.bias = None
+    model.lm_head.__class__ = type("Cosine", (torch.nn.Linear,), {"forward": lambda self, x: x})
+    with pytest.raises(NotImplementedError, match="without bias, got .*Cosine with a forward of its own; call"):
+        huggingface.CausalLMWithLoss(model, None)
 
 
 def test_refuses_models_without_head() -> None:
