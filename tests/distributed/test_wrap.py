@@ -604,6 +604,24 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
         ringflash.check_wrapped(model, run)
 
 
+@on_ranks(2)
+def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
+    """Of the second step; forwards 1, 2 and 4 compare the ranks' parameters."""
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for averaged in (True, False):
+        optimizer.zero_grad()
+        model(shard, positions).square().sum().backward()
+        if averaged:
+            ringflash.average_gradients(model.parameters(), ctx.group)
+        optimizer.step()
+    model(shard, positions)
+    with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
+        model(shard, positions)
+
+
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])
 @on_ranks(2)
 def test_attention_between_steps_is_refused(ctx: Context, kind: Any) -> None:

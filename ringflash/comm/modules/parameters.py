@@ -1,0 +1,89 @@
+"""Comparison of parameters, which the ranks of a ring must have alike.
+
+Ranks that were initialised by different seeds, or whose gradients are not averaged over the ring, each have another
+model. Their attention mixes keys of all of these, without an error.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ringflash.comm import cuda_graphs
+from ringflash.comm.agreement import gather
+
+
+class EqualParameters:
+    """Parameters of a module that every rank has whole; not those that FSDP or ZeRO-3 shards.
+
+    They are compared in the forwards 1, 2, 4, 8, ... with gradients.
+    """
+
+    def __init__(self) -> None:
+        self._num_forwards = 0
+        self._sums: dict[str, int] = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """Note the values at the start of a forward, if this one is compared."""
+        self._num_forwards += 1
+        self._sums = {}
+        if self._num_forwards & (self._num_forwards - 1):
+            return
+        parameters = dict(_whole_parameters(module))
+        if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
+            sums = torch.stack(
+                [_sum_of_bits(x).to(next(iter(parameters.values())).device) for x in parameters.values()]
+            )
+            self._sums = dict(zip(parameters, sums.tolist(), strict=True))
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the values that were noted, 32 bits; 0 if there are none."""
+        return zlib.crc32(str(self._sums).encode()) if self._sums else 0
+
+    def raise_for(self, group: dist.ProcessGroup) -> NoReturn:
+        """Raise ValueError on every rank, with names; all ranks of the ring call this together."""
+        of_ranks: list[dict[str, int]] = [{}] * group.size()
+        dist.all_gather_object(of_ranks, self._sums, group=group)
+        names = sorted({name for rank in of_ranks for name in rank})
+        unequal = [name for name in names if len({rank.get(name) for rank in of_ranks}) > 1]
+        raise ValueError(
+            "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
+            f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
+            "model is made, and average gradients over all ranks, those of a ring included "
+            "(ringflash.average_gradients, DDP, or FSDP2 without a mesh). Of a parameter that is meant to differ, as "
+            "that of an expert that other ranks do not have, set parameter.allreduce = False."
+        )
+
+    def compare(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Compare the values at the start of a forward; all ranks of the ring call this together.
+
+        Raises:
+            ValueError: a parameter differs between ranks; on every rank.
+        """
+        if group is None:
+            return
+        self.begin(module)
+        if self._sums and len(set(gather(group, self.checksum))) > 1:
+            self.raise_for(group)
+
+
+def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters by name, without shards: DTensors, those of ZeRO-3, and all inside a unit of FSDP1."""
+    for name, x in module.named_parameters(prefix, recurse=False):
+        if not (hasattr(x, "device_mesh") or hasattr(x, "ds_status") or x.is_meta) and getattr(x, "allreduce", True):
+            yield name, x
+    for name, child in module.named_children():
+        if type(child).__name__ != "FullyShardedDataParallel":
+            yield from _whole_parameters(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Return a checksum, an int64 scalar, of the values."""
+    flat = x.detach().reshape(-1)
+    return flat.view(torch.int16 if x.dtype.itemsize % 2 == 0 else torch.uint8).sum(dtype=torch.int64)
