@@ -83,7 +83,7 @@ class ForwardInputs:
         if any(True for _ in persistent_buffers(model)):
             buffers = ChangedBuffers()
             model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
-            model.register_forward_hook(partial(notes._compare, lambda x: buffers.end(x, notes.options.group)))
+            model.register_forward_hook(partial(notes._compare, buffers.end))
         return notes
 
     @torch.compiler.disable(reason="ranks compare which parameters have gradients")
@@ -93,10 +93,10 @@ class ForwardInputs:
             filled.begin(model, self.options.group, output)
 
     @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
-    def _compare(self, step: Callable[[nn.Module], None], model: nn.Module, *_: Any) -> None:
+    def _compare(self, step: Callable[[nn.Module, Any], None], model: nn.Module, *_: Any) -> None:
         """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
         if model.training and torch.is_grad_enabled() and self.options.group is not None:
-            step(model)
+            step(model, self.options.group)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

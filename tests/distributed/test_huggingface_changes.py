@@ -256,6 +256,17 @@ def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str
 
 
 @on_ranks(2)
+def test_buffers_of_a_copied_model_are_compared(ctx: Context) -> None:
+    model = models.build()
+    model.model.register_buffer("counted", torch.zeros(()))
+    huggingface.set_group(model, ctx.group)
+    copied = deepcopy(model)
+    copied.model.norm.register_forward_pre_hook(lambda *_: copied.model.counted.add_(ctx.rank))
+    with pytest.raises(ValueError, match="buffers that a training forward changes must be equal .* of counted; sum"):
+        copied.train()(**huggingface.prepare_batch(tokens(), group=ctx.group))
+
+
+@on_ranks(2)
 def test_a_rotary_embedding_replaced_after_set_group_knows_the_length_of_the_sequence(ctx: Context) -> None:
     """A rotary embedding whose angles depend on the length, put into both models after `set_group`."""
     ring, whole = build("llama", ctx.group), build("llama", None)

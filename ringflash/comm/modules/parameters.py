@@ -74,9 +74,13 @@ class EqualParameters:
 
 
 def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by name, without shards: DTensors, those of ZeRO-3, and all inside a unit of FSDP1."""
+    """Yield parameters by name, without shards and quantized ones.
+
+    Shards are DTensors, parameters of ZeRO-3, and all inside a unit of FSDP1.
+    """
     for name, x in module.named_parameters(prefix, recurse=False):
-        if not (hasattr(x, "device_mesh") or hasattr(x, "ds_status") or x.is_meta) and getattr(x, "allreduce", True):
+        plain = type(x) is nn.Parameter and not x.is_meta and not hasattr(x, "ds_status")
+        if plain and getattr(x, "allreduce", True):
             yield name, x
     for name, child in module.named_children():
         if type(child).__name__ != "FullyShardedDataParallel":
