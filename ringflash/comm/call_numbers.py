@@ -128,6 +128,17 @@ def in_layer(name: str) -> Iterator[None]:
         _layer = outer
 
 
+@contextmanager
+def in_row(index: int, count: int) -> Iterator[None]:
+    """Add to the name of a layer which of several rows its next call attends, so that ranks with other rows differ."""
+    global _layer
+    outer, _layer = _layer, f"{_layer or 'a layer'}, row {index} of {count}"
+    try:
+        yield
+    finally:
+        _layer = outer
+
+
 def begin(group: dist.ProcessGroup | None) -> None:
     """Count a call that starts now."""
     if group is not None:
