@@ -221,10 +221,10 @@ bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
-    """Rank 1 has other weights, as if every rank drew from a seed of its own."""
+    """Rank 1 has other weights than the others; in the decoder its first forward would refuse them."""
     training = right(group)
     if group is not None and group.rank() == 1:
-        training.module.get_submodule("model.model.layers.1.mlp.up_proj").weight.data *= 1.1
+        training.module.get_submodule("model.lm_head").weight.data *= 1.1
     return training
 
 
