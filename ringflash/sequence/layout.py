@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
@@ -181,7 +182,20 @@ def shard_sequence(
         check_layout(x.shape[dim], 1, layout, bounds)
         return x
     held = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
-    return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
+    shard = torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
+    if x.dtype in (torch.int64, torch.int32) and not torch.compiler.is_compiling():
+        weights = torch.arange(x.numel(), device=x.device).view(x.shape) % 8191 + 1
+        _wholes[shard] = (x * weights).sum()
+    return shard
+
+
+_wholes = WeakIdKeyDictionary()  # shards of integers, and a checksum of the whole tensor of each
+
+
+def checksum_of_whole(shard: torch.Tensor) -> torch.Tensor | None:
+    """Return a checksum, a scalar, of the integers that `shard_sequence` has cut this shard from; None for others."""
+    found: torch.Tensor | None = _wholes.get(shard)
+    return found
 
 
 def unshard_sequence(

@@ -25,7 +25,7 @@ from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.comm.modules.parameters import EqualParameters
 from ringflash.huggingface.options import NAME, ModelRing
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import checksum_of_whole, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -263,7 +263,9 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if not self._ringflash_aligned:
                 self._ringflash_aligned = True
                 align_during_forward(self)
-            self._ringflash_parameters.compare(self, state.options.group)
+            given = (checksum_of_whole(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            batch = [checksum for checksum in given if checksum is not None]
+            self._ringflash_parameters.compare(self, state.options.group, batch)
             self._ringflash_buffers.begin(self)
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)

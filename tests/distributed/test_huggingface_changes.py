@@ -238,7 +238,7 @@ def _step_alone(model: Any, batch: dict[str, Any]) -> None:
 )
 @on_ranks(2)
 def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str) -> None:
-    """Of other initial values, or trained on other gradients. Forwards 1, 2, 4, ... compare; copies do, too."""
+    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare; copies do, too."""
     ring = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     for model in (deepcopy(ring), ring):

@@ -605,8 +605,19 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
 
 
 @on_ranks(2)
+def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    shard = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
+    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
+        model(shard, positions)
+    model(ringflash.shard_sequence(own.tokens(), ctx.group), positions)
+
+
+@on_ranks(2)
 def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
-    """Of the second step; forwards 1, 2 and 4 compare the ranks' parameters."""
+    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
     shard = ringflash.shard_sequence(own.tokens(), ctx.group)
     positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)

@@ -7,7 +7,7 @@ model. Their attention mixes keys of all of these, without an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -32,7 +32,7 @@ class EqualParameters:
         """Note the values at the start of a forward, if this one is compared."""
         self._num_forwards += 1
         self._sums = {}
-        if self._num_forwards & (self._num_forwards - 1):
+        if not self._is_due:
             return
         parameters = dict(_whole_parameters(module))
         if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
@@ -40,6 +40,10 @@ class EqualParameters:
                 [_sum_of_bits(x).to(next(iter(parameters.values())).device) for x in parameters.values()]
             )
             self._sums = dict(zip(parameters, sums.tolist(), strict=True))
+
+    @property
+    def _is_due(self) -> bool:
+        return not self._num_forwards & (self._num_forwards - 1)
 
     @property
     def checksum(self) -> int:
@@ -60,17 +64,29 @@ class EqualParameters:
             "that of an expert that other ranks do not have, set parameter.allreduce = False."
         )
 
-    def compare(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    def compare(self, module: nn.Module, group: dist.ProcessGroup | None, batch: Sequence[torch.Tensor] = ()) -> None:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
+        Args:
+            batch: checksums of the whole sequences of this forward, scalars, as far as they are known.
         Raises:
-            ValueError: a parameter differs between ranks; on every rank.
+            ValueError: a parameter or a sequence differs between ranks; on every rank.
         """
         if group is None:
             return
         self.begin(module)
-        if self._sums and len(set(gather(group, self.checksum))) > 1:
+        if not self._is_due:
+            return
+        sequences = [int(x) for x in batch[:8] if not cuda_graphs.capturing(x.device)]
+        checksums, of_ranks = zip(*gather(group, [self.checksum, sequences]), strict=True)
+        if len(set(checksums)) > 1:
             self.raise_for(group)
+        if len(set(map(len, of_ranks))) == 1 and len(set(map(tuple, of_ranks))) > 1:
+            raise ValueError(
+                "the sequences that shard_sequence cuts must be the same on all ranks of a ring, because each takes a "
+                "part of them, got different ones; split data over rings, not over all ranks (DistributedSampler with "
+                "num_replicas and rank of the data axis), and seed random draws alike on the ranks of a ring."
+            )
 
 
 def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
