@@ -259,6 +259,7 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_calls
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
+        compared = compared and not state.whole  # a rank may be off the ring by itself
         if compared:
             if not self._ringflash_aligned:
                 self._ringflash_aligned = True

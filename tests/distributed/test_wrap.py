@@ -666,6 +666,9 @@ def test_disabled_ring_attends_to_whole_sequences(ctx: Context) -> None:
                 got = ring(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
                 want = whole(own.tokens(), torch.arange(own.LENGTH))
                 assert_close(got, ringflash.shard_sequence(want, ctx.group))
+        if ctx.rank == 0:
+            with ringflash.disable_ring(ring):
+                ring(prompt, positions).sum().backward()
         with pytest.raises(ValueError, match=r"must be the one that was wrapped, .*, got its blocks\.0; pass the root"):
             with ringflash.disable_ring(ring.blocks[0]):
                 pass
