@@ -36,10 +36,9 @@ class EqualParameters:
             return
         parameters = dict(_whole_parameters(module))
         if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
-            sums = torch.stack(
-                [_sum_of_bits(x).to(next(iter(parameters.values())).device) for x in parameters.values()]
-            )
-            self._sums = dict(zip(parameters, sums.tolist(), strict=True))
+            sums = [_sum_of_bits(x) for x in parameters.values()]
+            on_one_device = torch.stack([x.to(sums[0].device) for x in sums])
+            self._sums = dict(zip(parameters, on_one_device.tolist(), strict=True))
 
     @property
     def _is_due(self) -> bool:
@@ -103,7 +102,10 @@ def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str
             yield from _whole_parameters(child, f"{prefix}.{name}" if prefix else name)
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
 def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Return a checksum, an int64 scalar, of the values."""
-    flat = x.detach().reshape(-1)
-    return flat.view(torch.int16 if x.dtype.itemsize % 2 == 0 else torch.uint8).sum(dtype=torch.int64)
+    """Return a checksum, an int64 scalar. A sum in another dtype than the summands' would make a copy of these."""
+    bits = _BITS.get(x.dtype.itemsize, torch.int64)
+    return x.detach().reshape(-1).view(bits).sum(dtype=bits).long()
