@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from copy import deepcopy
+from functools import partial
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -42,19 +43,25 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
         RuntimeError: the model is on the ring of another group.
     """
     causal: Any = without_peft(model)
-    used = vars(causal).get("forward")
-    if (ring := _ring_within(used)) is not None:
+    if (ring := _ring_within(vars(causal).get("forward"))) is not None:
         if ring.group is not group:
             raise RuntimeError("model must be prepared for one group of ranks, got a second group; make a new model.")
         causal.forward = ring
         return
+    own = _forward_of_object(causal)
+    head = None if own is None else fused_head_of(own)
+    if own is not None and head is None:
+        raise NotImplementedError(
+            f"forward must be that of {type(causal).__name__}, got one set on the object, which the ring's would "
+            "replace; leave it out, or compute the loss from ringflash.log_probs."
+        )
     huggingface.register()
     if hasattr(causal, "set_attn_implementation"):
         causal.set_attn_implementation(NAME)
     huggingface.set_group(causal, group)
     huggingface.CausalLMWithLoss(causal, group)  # checks the head
     causal._ringflash_inputs.takes_whole_batches = True
-    causal.forward = RingForward(causal, group, None if used is None else fused_head_of(used))
+    causal.forward = RingForward(causal, group, head)
 
 
 def _ring_within(forward: Any) -> RingForward | None:
@@ -62,6 +69,16 @@ def _ring_within(forward: Any) -> RingForward | None:
     while forward is not None and not isinstance(forward, RingForward):
         forward = getattr(forward, "__wrapped__", getattr(forward, "__func__", None))
     return forward
+
+
+def _forward_of_object(causal: nn.Module) -> Any:
+    """Return a forward that was set on a model, without accelerate's hooks; None if its result is that of its class."""
+    forward: Any = vars(causal).get("forward")
+    while isinstance(forward, partial):
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    function = getattr(forward, "__func__", forward)
+    of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
+    return None if of_liger or function is type(causal).forward else forward
 
 
 class RingForward:
@@ -262,7 +279,8 @@ def _check_loss_function(causal: Any) -> None:
     if compute not in known:
         raise NotImplementedError(
             "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from ringflash.log_probs."
+            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from "
+            "ringflash.log_probs."
         )
 
 

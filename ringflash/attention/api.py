@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
 from ringflash.comm.agreement import agree
+from ringflash.comm.call_numbers import in_row, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import UNDECIDED, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
@@ -109,15 +111,17 @@ def attend(
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
     if isinstance(cu_seqlens, Sequence):
-        if not torch.compiler.is_compiling():  # ranks with other rows would pair them with those of their next call
+        rows, named = [], is_eager()  # ranks with other rows would pair them with those of their next call
+        if not named and not torch.compiler.is_compiling():
             agree(options.group, {"rows of cu_seqlens": len(cu_seqlens)}, device=q.device)
-        rows = [
-            attend(
-                a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size, cu_seqlens=bounds,
-                return_lse=return_lse,
-            )
-            for a, b, c, bounds in zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)
-        ]  # fmt: skip
+        for index, (a, b, c, bounds) in enumerate(zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)):
+            with in_row(index, len(cu_seqlens)) if named else nullcontext():
+                rows.append(
+                    attend(
+                        a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size,
+                        cu_seqlens=bounds, return_lse=return_lse,
+                    )
+                )  # fmt: skip
         parts = zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True)
         out, *rest = map(torch.cat, parts)
         return (out, *rest) if return_lse else out  # type: ignore[return-value]

@@ -129,6 +129,17 @@ def in_layer(name: str) -> Iterator[None]:
         _layer = outer
 
 
+@contextmanager
+def in_row(index: int, count: int) -> Iterator[None]:
+    """Add to the name of a layer which of several rows its next call attends, so that ranks with other rows differ."""
+    global _layer
+    outer, _layer = _layer, f"{_layer or 'a layer'}, row {index} of {count}"
+    try:
+        yield
+    finally:
+        _layer = outer
+
+
 def begin(group: dist.ProcessGroup | None) -> int:
     """Count a call that starts now, and return its number."""
     if group is None:

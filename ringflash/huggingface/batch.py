@@ -10,7 +10,7 @@ from torch import Tensor
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import ModelRing
-from ringflash.sequence.layout import local_positions, read_documents, shard_sequence
+from ringflash.sequence.layout import cut_sequence, local_positions, read_documents
 from ringflash.sequence.mask import paths_of
 from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.sequence.trees import span_documents
@@ -91,27 +91,27 @@ def prepare_batch(
             f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
         )
     batch = {
-        "input_ids": shard_sequence(input_ids, group, 1, layout, cu_seqlens),
+        "input_ids": cut_sequence(input_ids, group, 1, layout, cu_seqlens),
         "position_ids": positions[None] if parts is None else _with_parts(positions, parts, group, layout, cu_seqlens),
-        "shift_labels": shard_sequence(labels, group, 1, layout, cu_seqlens),
+        "shift_labels": cut_sequence(labels, group, 1, layout, cu_seqlens),
         "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
         "cu_seqlens": cu_seqlens,
         "use_cache": False,
     }
     shared = [input_ids, labels]
     if attention_mask is not None:
-        batch["is_token"] = shard_sequence(attention_mask, group, 1, layout, cu_seqlens) != 0
+        batch["is_token"] = cut_sequence(attention_mask, group, 1, layout, cu_seqlens) != 0
         shared.append(attention_mask)
     for name, types in (("token_type_ids", token_type_ids), ("mm_token_type_ids", mm_token_type_ids)):
         if types is not None:
-            batch[name] = shard_sequence(types, group, 1, layout, cu_seqlens)
+            batch[name] = cut_sequence(types, group, 1, layout, cu_seqlens)
             shared.append(types)
     return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
 
 
 def _with_parts(positions: Tensor, parts: Tensor, group: Group, layout: str, cu_seqlens: Tensor | None) -> Tensor:
     """Return the shard of M-RoPE's positions after those of the text: (4, batch, seqlen_local)."""
-    shard = shard_sequence(parts, group, 2, layout, cu_seqlens)
+    shard = cut_sequence(parts, group, 2, layout, cu_seqlens)
     return torch.cat([positions.expand(1, shard.shape[1], -1), shard])
 
 

@@ -21,6 +21,7 @@ from ringflash.comm import agreement, cuda_graphs
 from ringflash.comm.modules.buffers import ChangedBuffers, persistent_buffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
+from ringflash.comm.modules.parameters import EqualParameters
 from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
@@ -64,6 +65,8 @@ class ForwardInputs:
         self._errors: dict[str, Exception] = {}
         self._seeding: AbstractContextManager[None] | None = None  # of the current forward
         self._aligned = False  # FSDP2's units, in the first training forward
+        self._parameters = EqualParameters()
+        self._compared: EqualParameters | None = None  # those of the current forward, until they are compared
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -80,7 +83,7 @@ class ForwardInputs:
         if any(True for _ in persistent_buffers(model)):
             buffers = ChangedBuffers()
             model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
-            model.register_forward_hook(partial(notes._compare, lambda x: buffers.end(x, notes.options.group)))
+            model.register_forward_hook(partial(notes._compare, buffers.end))
         return notes
 
     @torch.compiler.disable(reason="ranks compare which parameters have gradients")
@@ -90,10 +93,10 @@ class ForwardInputs:
             filled.begin(model, self.options.group, output)
 
     @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
-    def _compare(self, step: Callable[[nn.Module], None], model: nn.Module, *_: Any) -> None:
+    def _compare(self, step: Callable[[nn.Module, Any], None], model: nn.Module, *_: Any) -> None:
         """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
         if model.training and torch.is_grad_enabled() and self.options.group is not None:
-            step(model)
+            step(model, self.options.group)
 
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -110,9 +113,20 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and not hasattr(child, "_ringflash_inputs"):  # added after set_group
                     use_global_length(child, self)
+            self._compared = self._noted_parameters(model) if torch.is_grad_enabled() else None
             if model.training:
                 self._begin_training(model, given)
         return args, kwargs
+
+    def take_parameters(self) -> EqualParameters | None:
+        """Return the parameters that a forward with gradients has noted, once, to be compared in its first layer."""
+        noted, self._compared = self._compared, None
+        return noted
+
+    @torch.compiler.disable(reason="parameters are read")
+    def _noted_parameters(self, model: nn.Module) -> EqualParameters:
+        self._parameters.begin(model)
+        return self._parameters
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
     def _begin_training(self, model: nn.Module, given: dict[str, Any]) -> None:
@@ -210,7 +224,7 @@ def check_consistency(
     error: Exception | None,
     spans: LayerSpans | None = None,
 ) -> None:
-    """Raise on every rank if any rank has an error: once a forward, in layer 0, by one all-reduce of five numbers.
+    """Raise on every rank if any rank has an error: once a forward, in layer 0, by one all-reduce of seven numbers.
 
     Args:
         error: of this rank, found before the call.
@@ -226,8 +240,8 @@ def check_consistency(
         if error is not None:
             raise error
         return
-    # Three error flags, and the checksum with both signs: the maxima over the ranks cancel only if all are equal.
-    found = torch.zeros(5, dtype=torch.int64, device=query.device)
+    # Three error flags, and checksums with both signs: the maxima over the ranks cancel only if all are equal.
+    found = torch.zeros(7, dtype=torch.int64, device=query.device)
     if error is None:
         try:
             found[:3] = _find_value_errors(options, query, mask, position_ids, cu_seqlens, spans)
@@ -235,7 +249,10 @@ def check_consistency(
             error = problem
     if checksum is not None:
         found[3], found[4] = checksum, -checksum
-    *wrong, highest, lowest = _maxima(options.group, found, error)
+    parameters = None if inputs is None else inputs.take_parameters()
+    if parameters is not None:
+        found[5], found[6] = parameters.checksum, -parameters.checksum
+    *wrong, highest, lowest, high, low = _maxima(options.group, found, error)
     if any(wrong):
         _raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
     if options.group is not None and highest != -lowest:
@@ -245,13 +262,15 @@ def check_consistency(
             "Trainer and accelerate, and DistributedSampler by default, do), and seed random draws alike on the ranks "
             "of a group."
         )
+    if options.group is not None and high != -low:
+        (parameters or EqualParameters()).raise_for(options.group)
 
 
 def raise_together(group: dist.ProcessGroup | None, error: Exception, device: torch.device) -> None:
     """Raise an error of a rank whose model is not on the ring, and let the others raise it in `check_consistency`."""
     if device.type == "meta":
         raise error
-    _maxima(group, torch.zeros(5, dtype=torch.int64, device=device), error)
+    _maxima(group, torch.zeros(7, dtype=torch.int64, device=device), error)
     _raise_on_every_rank(group, error)
 
 

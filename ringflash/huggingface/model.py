@@ -199,10 +199,13 @@ def _check_head(model: nn.Module) -> float:
 def _weight_of(head: Any) -> Tensor:
     """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
-    if not isinstance(layer, nn.Linear) or layer.bias is not None:
+    own_forward = type(layer).forward is not nn.Linear.forward
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward:
         found = f"{type(layer).__module__}.{type(layer).__name__}"
         if getattr(layer, "bias", None) is not None:
             found += " with a bias"
+        elif isinstance(layer, nn.Linear):
+            found += " with a forward of its own"
         raise NotImplementedError(
             f"lm_head must be a linear layer without bias, got {found}; call ringflash.loss.cross_entropy on the "
             "hidden states, or, with PEFT, leave lm_head out of target_modules."

@@ -99,7 +99,7 @@ def check_same_batch(batch: Any, group: Group) -> None:
 
 
 def sample(batch: Any, size: int, held: Tensor) -> Any:
-    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens and names (position_ids).
+    """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens and strings.
 
     They are those with most labels. If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers
     (weights), one rank keeps only its first label or one: the mean over each shard then differs from that over the

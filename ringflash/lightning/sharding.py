@@ -99,8 +99,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         if isinstance(batch, Mapping) and "input_ids" in batch:
             if other := batch.keys() - {"input_ids", "labels", "cu_seqlens", "position_ids"}:
                 raise ValueError(
-                    f"batch must have only input_ids, labels, cu_seqlens and position_ids, got also "
-                    f"{', '.join(sorted(other))}; leave it out (padding is a label of -100 at the end, or a document), or override shard_batch."
+                    "batch must have only input_ids, labels, cu_seqlens and position_ids, got also "
+                    f"{', '.join(sorted(other))}; leave it out (padding is a label of -100 at the end, or a document), "
+                    "or override shard_batch."
                 )
             return huggingface.prepare_batch(group=group, layout=ranks_of(self.trainer).layout, **batch)
         if isinstance(batch, tuple | list) and all(isinstance(x, Tensor) and x.dim() > 1 for x in batch):

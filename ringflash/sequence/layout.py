@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
@@ -176,12 +177,32 @@ def shard_sequence(
         shard: as x, with seqlen / cp_size tokens along `dim`, in local order. Differentiable; the gradient of x is
             zero outside the shard.
     """
+    shard = cut_sequence(x, group, dim, layout, cu_seqlens)
+    if x.dtype in (torch.int64, torch.int32) and shard is not x and not torch.compiler.is_compiling():
+        weights = torch.arange(x.numel(), device=x.device).view(x.shape) % 8191 + 1
+        _wholes[shard] = (x * weights).sum()
+    return shard
+
+
+def cut_sequence(
+    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `shard_sequence` of a tensor, of which wrapped modules compare nothing."""
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
         return x
     held = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
     return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
+
+
+_wholes = WeakIdKeyDictionary()  # shards of integers, and a checksum of the whole tensor of each
+
+
+def checksum_of_whole(shard: torch.Tensor) -> torch.Tensor | None:
+    """Return a checksum, a scalar, of the integers that `shard_sequence` has cut this shard from; None for others."""
+    found: torch.Tensor | None = _wholes.get(shard)
+    return found
 
 
 def unshard_sequence(

@@ -23,8 +23,9 @@ from ringflash.comm.group import Group, resolve
 from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
+from ringflash.comm.modules.parameters import EqualParameters
 from ringflash.huggingface.options import NAME, ModelRing
-from ringflash.sequence.layout import granularity
+from ringflash.sequence.layout import checksum_of_whole, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -82,6 +83,7 @@ def wrap_attention(
     state = WrappedState(options, type(module).__name__)
     module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
     module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
+    module._ringflash_parameters = EqualParameters()  # type: ignore[assignment]
     module._ringflash_aligned = False  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
@@ -257,10 +259,14 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_state
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
+        compared = compared and not state.whole  # a rank may be off the ring by itself
         if compared:
             if not self._ringflash_aligned:
                 self._ringflash_aligned = True
                 align_during_forward(self)
+            given = (checksum_of_whole(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+            batch = [checksum for checksum in given if checksum is not None]
+            self._ringflash_parameters.compare(self, state.options.group, batch)
             self._ringflash_buffers.begin(self)
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)

@@ -142,6 +142,18 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
     assert model.forward is forward
 
 
+@on_ranks(2)
+def test_hooks_of_a_device_map_are_no_forward_of_an_object(ctx: Context) -> None:
+    """accelerate sets a forward that calls the model's own."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model, ids = models.build("llama", "sdpa"), models.tokens(2)
+    want = trainer.loss_in_fp64(model(ids).logits, ids, 61)
+    add_hook_to_module(model, ModelHook())
+    put_on_ring(model, ctx.group)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want, rtol=1e-12, atol=0)
+
+
 @on_ranks(4)
 def test_model_without_wrappers_stays_on_the_ring(ctx: Context) -> None:
     """unwrap_model(keep_fp32_wrapper=False) makes a method of the forward that it finds inside them."""
@@ -303,6 +315,9 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     short = ids[:, : 24 - 2 * (ctx.rank == 1)]
     attempt("other length on a rank", model, input_ids=short, labels=short)
     attempt("objects", accelerator.gather_for_metrics, input_data=["text"])
+    changed = models.build("llama", "sdpa")
+    changed.forward = lambda **given: type(changed).forward(changed, **given)  # type: ignore[assignment]
+    attempt("forward of an object", accelerator.prepare_model, model=changed)
     attempt("second group", put_on_ring, model=accelerator.unwrap_model(model), group=dist.new_group())
     accelerator.dataloader_config.dispatch_batches = True
     attempt("dispatched batches", accelerator.prepare_data_loader, data_loader=torch.utils.data.DataLoader([1, 2]))
@@ -352,6 +367,7 @@ REFUSED = {
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
+    "forward of an object": "NotImplementedError: forward must be that of LlamaForCausalLM, got one set on the object",
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
     "rebalanced batches": "NotImplementedError: train_sampling_strategy must not be 'batch_rebalance'",

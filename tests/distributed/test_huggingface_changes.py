@@ -225,6 +225,45 @@ def test_configuration_edited_later_is_refused(ctx: Context, edit: str, ranks: t
         model(**batch)
 
 
+def _step_alone(model: Any, batch: dict[str, Any]) -> None:
+    """Train on the gradient of this rank's shard."""
+    model(**batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize(
+    "spoil, found", [("seeds", r"layers\.1\S*up_proj\.weight \(1 of "), ("averages", r".* \(20 of 20\)")]
+)
+@on_ranks(2)
+def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str) -> None:
+    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare; copies do, too."""
+    ring = build("llama", ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    for model in (deepcopy(ring), ring):
+        weight = model.model.model.layers[1].mlp.up_proj.weight
+        if spoil == "averages":
+            _step_alone(model, batch)
+        elif ctx.rank:
+            weight.data.mul_(1.01)
+        with pytest.raises(ValueError, match=rf"parameters must be equal on all ranks .* values of {found}.*; seed"):
+            model(**batch)
+    for parameter in ring.parameters():
+        parameter.allreduce = False  # as of experts of a rank
+    for _ in range(4):
+        ring(**batch)
+
+
+@on_ranks(2)
+def test_buffers_of_a_copied_model_are_compared(ctx: Context) -> None:
+    model = models.build()
+    model.model.register_buffer("counted", torch.zeros(()))
+    huggingface.set_group(model, ctx.group)
+    copied = deepcopy(model)
+    copied.model.norm.register_forward_pre_hook(lambda *_: copied.model.counted.add_(ctx.rank))
+    with pytest.raises(ValueError, match="buffers that a training forward changes must be equal .* of counted; sum"):
+        copied.train()(**huggingface.prepare_batch(tokens(), group=ctx.group))
+
+
 @on_ranks(2)
 def test_later_rotary_embedding_knows_the_length(ctx: Context) -> None:
     """A rotary embedding whose angles depend on the length, put into both models after `set_group`."""

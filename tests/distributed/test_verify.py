@@ -158,7 +158,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "hand_written_in_the_model": ("layer outputs: out at position {chunk} (chunk 1", "the rank's own shard only"),
     "eval_loss_summed": ("evaluation loss: eval loss", "eval loss is {size}x"),
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
-    "other_weights_on_rank_1": ("weights before: model.model.layers.1.mlp.up_proj.weight", "from one seed"),
+    "other_weights_on_rank_1": ("weights before: model.lm_head.weight", "from one seed"),
     "other_step_on_rank_1": ("optimizer step: model.model.embed_tokens.weight", ""),
     "other_last_norm": ("layer outputs: last hidden state at position 0", ""),
 }

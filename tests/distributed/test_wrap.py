@@ -594,6 +594,35 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
         ringflash.check_wrapped(model, run)
 
 
+@on_ranks(2)
+def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    shard = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
+    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
+        model(shard, positions)
+    model(ringflash.shard_sequence(own.tokens(), ctx.group), positions)
+
+
+@on_ranks(2)
+def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
+    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
+    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for averaged in (True, False):
+        optimizer.zero_grad()
+        model(shard, positions).square().sum().backward()
+        if averaged:
+            ringflash.average_gradients(model.parameters(), ctx.group)
+        optimizer.step()
+    model(shard, positions)
+    with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
+        model(shard, positions)
+
+
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])
 @on_ranks(2)
 def test_attention_between_steps_is_refused(ctx: Context, kind: Any) -> None:
@@ -627,6 +656,9 @@ def test_disabled_ring_attends_to_whole_sequences(ctx: Context) -> None:
                 got = ring(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
                 want = whole(own.tokens(), torch.arange(own.LENGTH))
                 assert_close(got, ringflash.shard_sequence(want, ctx.group))
+        if ctx.rank == 0:
+            with ringflash.disable_ring(ring):
+                ring(prompt, positions).sum().backward()
         with pytest.raises(ValueError, match=r"must be the one that was wrapped, .*, got its blocks\.0; pass the root"):
             with ringflash.disable_ring(ring.blocks[0]):
                 pass

@@ -243,10 +243,10 @@ def siblings_in_a_chain(group: Group) -> Training:
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
-    """Rank 1 has other weights, as if every rank drew from another seed."""
+    """Rank 1 has other weights than the others; in the decoder its first forward would refuse them."""
     training = right(group)
     if group is not None and group.rank() == 1:
-        training.module.get_submodule("model.model.layers.1.mlp.up_proj").weight.data *= 1.1
+        training.module.get_submodule("model.lm_head").weight.data *= 1.1
     return training
 
 

@@ -171,7 +171,7 @@ REFUSALS: dict[str, Refusal] = {
     "scale": _wrong("softmax_scale must be positive and finite, got 0.0", _set(softmax_scale=0.0)),
     "scale_no_number": _wrong("positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
     "scale_without_end": _wrong("softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))),
-    "one_rank_more_rows": _wrong(SAME + "rows of cu_seqlens .*[12]", _rows_on_last_rank(2)),
+    "one_rank_more_rows": _wrong(SAME + "call .*row 0 of 1.*row 0 of 2", _rows_on_last_rank(2)),
     "one_rank_wide_v": _wrong(
         "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
     ),

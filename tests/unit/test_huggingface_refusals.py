@@ -293,6 +293,12 @@ def biased() -> nn.Module:
     return model
 
 
+def cosine() -> nn.Module:
+    model = build()
+    model.lm_head.__class__ = type("Cosine", (nn.Linear,), {"forward": lambda self, x: x})
+    return model
+
+
 def balanced() -> nn.Module:
     model = build()
     model.config.output_router_logits = True
@@ -308,6 +314,7 @@ def balanced() -> nn.Module:
             "logits of Odd must be .*, got AttributeError without its decoder",
         ),
         (biased, "linear layer without bias, got torch.* with a bias; call"),
+        (cosine, "without bias, got .*Cosine with a forward of its own; call"),
         (lambda: build().model, "lm_head"),
         (balanced, "for a model without .*, got True for LlamaForCausalLM; compute"),
     ],

@@ -26,7 +26,7 @@ class ChangedBuffers:
         self._num_forwards = 0
         self._before: dict[str, tuple[Tensor, int]] | None = None
 
-    def begin(self, module: nn.Module) -> None:
+    def begin(self, module: nn.Module, _: Group = None) -> None:
         """Note the buffers at the start of a training forward, if this one will be compared."""
         self._num_forwards += 1
         due = self._num_forwards <= INTERVAL or self._num_forwards % INTERVAL == 0
