@@ -331,7 +331,7 @@ FAULTS = {
         "backward.keys", "block = receive_number(sm.begin.index(slot))", "block = start",
     ),
     "an arrival is missing": ("backward.keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
-    "staging buffers are overwritten while they leave": ("backward.keys", "tma_store_wait(0)", "pass"),
+    "staging buffers are overwritten while they leave": ("backward.dq", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("backward.keys", "fence_async_shared()", "pass"),
 }  # fmt: skip
 
@@ -377,12 +377,10 @@ FAULTS_APART = {
 
 # The same for additions to dQ in a fixed order: bits differ, or the emulator raises.
 FAULTS_IN_ORDER = {
-    "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, number, block)", "pass"),
+    "nobody waits for the previous tile": ("backward.dq", "order.wait_for_tile(previous, number, block)", "pass"),
     "launches share numbers": ("backward.host", "self._next_number += num_tiles", "pass"),
-    "dK is staged over what leaves": (
-        "backward.keys", "for ahead in gl.static_range(sm.DQ_BUFFERS)", "for ahead in ()",
-    ),
-    "phase of dQ is inverted": ("backward.keys", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
+    "dK is staged over what leaves": ("backward.dq", "for ahead in gl.static_range(sm.DQ_BUFFERS)", "for ahead in ()"),
+    "phase of dQ is inverted": ("backward.dq", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
 }  # fmt: skip
 
 

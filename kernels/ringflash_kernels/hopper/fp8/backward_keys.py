@@ -12,7 +12,8 @@ fp32 sums in global memory.
 `backward_operands` explains the scales of rows and tiles.
 """
 
-from ringflash_kernels.hopper.backward.keys import dq_mma, dq_staging, pass_turn, take_turn
+from ringflash_kernels.hopper.backward.dq import dq_staging
+from ringflash_kernels.hopper.backward.keys import dq_mma, pass_turn, take_turn
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
     BackwardProblem,
