@@ -94,6 +94,14 @@ def test_stored_in_fp32(mask, num_heads):
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
 
 
+def test_last_section_of_two_heads():
+    """Tiles of the first head, then those of the other two, which alternate."""
+    emulator = Emulator()
+    module = emulator.load("backward.host")
+    module._L2_BYTES_PER_SECTION, module.heads_at_last = 0, lambda *_: 2
+    assert_close(*_gradients(_CAUSAL, Shape(num_heads=3, num_kv_heads=3), emulator=emulator), num_chunks=2)
+
+
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP], ids=["band", "gap"])
 @pytest.mark.parametrize("widths", [(96,), (128,), (192,), (192, 128)], ids=str)
 def test_groups_stored_in_fp32(mask, widths):

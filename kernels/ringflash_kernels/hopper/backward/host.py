@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -38,6 +39,7 @@ _L2_BYTES_PER_SECTION = 16 * 2**20
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
 # Walks are cut into parts of this many blocks if a tile visits more than this share of the blocks of an SM.
 _PART_BLOCKS, _LONG_TILE = 64, 0.25
+_FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -179,12 +181,15 @@ class HopperBackward:
         num_groups = batch * num_heads // group
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
         num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
+        at_last = () if tiles.wide else (heads_together,)
+        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
+            at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
         scalars = (
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            k.shape[2], num_tiles, heads_together, num_works, group,
+            k.shape[2], num_tiles, heads_together, *at_last, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group) and not tables.down), self.clock,
         )  # fmt: skip
@@ -408,6 +413,18 @@ class HopRectangle(NamedTuple):
         """Keys of the rectangle."""
         return self.k_stop - self.k_start
 
+    def rows_seeing(self, key: int) -> tuple[int, int]:
+        """Return the rows [first, stop) of the rectangle that see a key, if there are no bounds."""
+        first = min(max(key + self.first_shift, self.min_row), self.split)
+        first += min(max(key + self.second_shift, self.split), self.num_rows) - self.split
+        return first, min(max(key + self.stop_shift, 0), self.num_rows)
+
+    def steps_of_tiles(self, block_n: int) -> list[int]:
+        """Return the number of query blocks that each tile of keys visits, if there are no bounds."""
+        starts = range(0, self.num_keys, block_n)
+        rows = [(self.rows_seeing(i)[0], self.rows_seeing(min(i + block_n, self.num_keys) - 1)[1]) for i in starts]
+        return [-(-stop // 64) - first // 64 if first < stop else 0 for first, stop in rows]
+
     @property
     def is_full(self) -> bool:
         """True if every row sees every key."""
@@ -491,6 +508,25 @@ def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
+
+
+@functools.lru_cache(maxsize=256)
+def heads_at_last(hop: HopRectangle, block_n: int, num_groups: int, group: int, together: int) -> int:
+    """Return how many groups of heads should alternate at last, so that the SMs finish at about the same time.
+
+    Each SM takes the next tile when it has finished one. Fewer groups share Q and dO in L2 better, so this is the first
+    multiple of `together` with which the last SM finishes within 1% of the best.
+    """
+    costs = [steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n)]
+    finished = {}
+    for last in range(together, num_groups + 1, together):
+        times = [0] * SMS
+        for heads in [together] * ((num_groups - last) // together) + [last]:
+            for cost in costs:
+                for _ in range(heads):
+                    heapq.heapreplace(times, times[0] + cost)
+        finished[last] = max(times)
+    return next(last for last, time in finished.items() if time <= 1.01 * min(finished.values()))
 
 
 @functools.lru_cache(maxsize=256)

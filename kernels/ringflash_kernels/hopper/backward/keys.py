@@ -526,18 +526,18 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 @gluon.jit(
     do_not_specialize=[
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
-        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
-        "first_number",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
+        "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
+        "numbers_ptr", "num_blocks", "first_number",
     ]
 )  # fmt: skip
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
-    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-    group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
-    scale_log2, softmax_scale,
+    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+    heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr,
+    num_blocks, first_number, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
@@ -610,8 +610,8 @@ def backward_keys(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr,
+        stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
     )  # fmt: skip
     fence_async_shared()
     load_args = (
