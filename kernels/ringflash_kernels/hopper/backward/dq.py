@@ -1,4 +1,4 @@
-"""How dQ of a block of queries leaves a CTA of `backward_keys`: each consumer stages half of its columns.
+"""The way of dQ of a block of queries out of a CTA of `backward_keys`: each consumer stages half of its columns.
 
 The consumers add what they have staged, in any order between CTAs. If ORDERED, three additional warps add it in the
 order of `order.py`. Each takes every third block, because waiting for the previous tile's dQ, adding and announcing

@@ -54,6 +54,7 @@ class HopperBackward:
         lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: repeated calls give bitwise equal gradients: key tiles add to dQ in a fixed order (wide heads
             always do), and one CTA sums the heads of a group.
+        only_dq: what `finish` will be given, if `add` is called once: it may write this without a sum in fp32.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -67,6 +68,7 @@ class HopperBackward:
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
+        only_dq: torch.Tensor | None = None,
     ) -> None:
         self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
@@ -76,6 +78,8 @@ class HopperBackward:
         with device_guard(q.device):
             self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.tiles.wide)
         self._dq_is_written = not self.tiles.wide
+        self._only_dq = None if only_dq is None or misaligned(only_dq) else checked_dq(q, only_dq)
+        self._is_finished = False
         self.clock = q.new_empty(1, dtype=torch.int32)
         if self.ordered:
             self.numbers = q.new_zeros(self.dq.shape[0], self.stats.shape[2] // 64, dtype=torch.int32)
@@ -104,6 +108,8 @@ class HopperBackward:
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
+        if self._is_finished:
+            raise RuntimeError("add must be called once if only_dq is given, got another call; leave only_dq out.")
         if not self.q.dtype == k.dtype == v.dtype:  # kernels are compiled for one dtype
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
         check_gradients(k, dk, dv, accumulate)
@@ -120,6 +126,10 @@ class HopperBackward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
+        if self._is_finished:
+            if out is not self._only_dq:
+                raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
+            return out
         out = checked_dq(self.q, out)
         with device_guard(self.q.device):
             postprocess(self.accumulated_dq(), out, self.softmax_scale)
@@ -236,8 +246,11 @@ class HopperBackward:
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
         add = self._dq_is_written or hop.num_keys < self.q.shape[1]
-        dq = self.accumulated_dq() if add else self.dq
-        self._dq_is_written = True
+        if self._only_dq is not None and choices.stores_result and not add:
+            dq_desc, self._is_finished = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), True
+        else:
+            dq_desc = block_descriptor(self.accumulated_dq() if add else self.dq, (1, 64, tiles.pieces[0] // 2))
+            self._dq_is_written = True
         keys = [
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
@@ -246,9 +259,8 @@ class HopperBackward:
         if hop.two_sided:
             ends, *tables = self._query_tables(mask, k.device)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add), num_works,
-            *queries.q, *keys[0], *keys[1], *queries.dout,
-            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), ends, self.stats, *self._bounds(hop), *tables,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._is_finished), num_works,
+            *queries.q, *keys[0], *keys[1], *queries.dout, dq_desc, ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
