@@ -71,7 +71,7 @@ def tables(mask: Mask) -> None:
     walks(mask, CPU, mask.q_span, 128, 128)
     limits(mask, CPU, 128, mask.q_span)
     side = mask.cached("transposed", mask.transposed)
-    walks(side, CPU, (0, side.seqlen_q), 128, 64)
+    walks(side, CPU, (0, side.seqlen_q), 128, 64, near=True)
     if has_begins(mask):
         first_keys(mask, CPU)
 

@@ -281,6 +281,18 @@ def recorded_calls() -> str:
     return _table(["tokens a GPU, heads", *columns], rows)
 
 
+def command_lists() -> str:
+    """Tabulate a short row on two GPUs before and after recorded calls were issued as lists, in one lease."""
+    rows = []
+    for file in ("ring_commands_before_2xh100", "ring_commands_2xh100"):
+        loaded = _load(file)
+        forward, both = loaded["results"]
+        cells = [f"{forward['percent'][name]:.1f} / {both['percent'][name]:.1f}" for name in (COPY_ENGINE, GRAPH)]
+        host = f"{forward['host_us'][COPY_ENGINE]:.0f} / {both['host_us'][COPY_ENGINE]:.0f}"
+        rows.append([loaded["environment"]["commit"], host, *cells])
+    return _table(["commit", "host, µs", "eagerly", "from a CUDA graph"], rows)
+
+
 def ring_fp8() -> str:
     """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
     mask = "causal, hopper_fp8 with backward fp8_scores"
@@ -390,6 +402,7 @@ SUMMARIES = {
     },
     "docs/decisions/0001-environment.md": {"tritons": tritons},
     "docs/decisions/0013-by-host.md": {"exchange": exchange, "rehearsal": rehearsal},
+    "docs/decisions/0017-tape.md": {"command_lists": command_lists},
     "docs/numerics.md": {
         "errors": errors,
         "errors_beside": kernel_errors,

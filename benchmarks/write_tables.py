@@ -77,6 +77,13 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
     for name, result in _of_results("trees"):
         yield "docs/masks.md", name, trees_table(result)
+    for pattern, write in (
+        ("two_sided_1x*", two_sided_table),
+        ("two_sided_beside_*", two_sided_beside_table),
+        ("prefixes_*", prefixes_table),
+    ):
+        for name, result in _of_results(pattern):
+            yield "docs/masks.md", name, write(result)
     for name, result in _of_results("blocks_1x*"):
         yield "docs/decisions/0011-blocks-of-keys.md", name, blocks_table(result)
     for name, result in _of_results("fp8_forward_variants_*"):
@@ -89,6 +96,10 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
+    for name, result in _of_results("torchtitan_*"):
+        yield "docs/torchtitan.md", name, torchtitan_table(result)
+    for name, result in _of_results("megatron_*"):
+        yield "docs/megatron.md", name, megatron_table(result)
     for page, names in EXAMPLES.items():
         for name in names:
             yield page, name, f"```python\n{(ROOT / 'examples' / name).with_suffix('.py').read_text()}```"
@@ -378,6 +389,45 @@ def trees_table(result: dict) -> str:
     return documents_table(result, "documents that continue others")
 
 
+def two_sided_table(result: dict) -> str:
+    """Tabulate the speed of our kernels by mask, and its share of the causal kernel's at equal pairs."""
+    rows = [
+        f"| {row['case']} | {row['forward']:.0f} ({row['forward_share']:.2f}) "
+        f"| {row['backward']:.0f} ({row['backward_share']:.2f}) |"
+        for row in result["results"]
+        if "forward_share" in row
+    ]
+    return "\n".join([_source(result), "", "| mask | forward | backward |", "|---|---|---|", *rows])
+
+
+def two_sided_beside_table(result: dict) -> str:
+    """Tabulate the speed of ours and other libraries by mask, forward / backward."""
+    found = [row for row in result["results"] if "beside" in row]
+    names = list(dict.fromkeys(name for row in found for name in row["beside"]))
+    rows = []
+    for row in found:
+        cells = (" / ".join(f"{x:.0f}" for x in row["beside"].get(name, ())) for name in names)
+        rows.append(f"| {row['case']} | {' | '.join(cells)} |")
+    return "\n".join([_source(result), "", f"| mask | {' | '.join(names)} |", "|---|" + "---|" * len(names), *rows])
+
+
+def prefixes_table(result: dict) -> str:
+    """Tabulate tokens, pairs and milliseconds with one prompt for all answers, and with one each."""
+    seconds, ways = result["seconds"], ("shared", "unshared")
+    rows = [("tokens", {way: f"{result['tokens'][way]:,}" for way in ways})]
+    rows += [("visible pairs, in 10^9", {way: f"{result['pairs'][way] / 1e9:.1f}" for way in ways})]
+    for part in dict.fromkeys(name.split(", ")[0] for name in seconds):
+        times = {way: seconds.get(f"{part}, {way}") for way in ways}
+        rows.append((f"{part}, ms", {way: "" if x is None else f"{1e3 * x:.0f}" for way, x in times.items()}))
+    lines = [f"| {name} | {cells['shared']} | {cells['unshared']} |" for name, cells in rows]
+    return "\n".join([_source(result), "", "| | one prompt | one each |", "|---|---|---|", *lines])
+
+
+def _source(result: dict) -> str:
+    about = result["environment"]
+    return f"`{about['command']}`, {about['device']}, torch {about['torch']}, commit {about['commit']}."
+
+
 def documents_table(result: dict, column: str = "tokens of a document") -> str:
     """Tabulate balance, received shards and messages of every layout by mix of documents and number of ranks."""
     layouts, cells = list(dict.fromkeys(row["layout"] for row in result["results"])), {}
@@ -389,6 +439,48 @@ def documents_table(result: dict, column: str = "tokens of a document") -> str:
     head = [f"| {column} | ranks | {' | '.join(layouts)} |", "|---|---|" + "---|" * len(layouts)]
     rows = [f"| {mix} | {ranks} | {' | '.join(row)} |" for (mix, ranks), row in cells.items()]
     return "\n".join([source, "", *head, *rows])
+
+
+def torchtitan_table(result: dict) -> str:
+    """Tabulate tokens/s and memory of torchtitan's steps by length, and how far its losses and gradients agree."""
+    head = "| tokens | torchtitan's own | ringflash | ratio | losses differ by | norms of gradients by |"
+    lines = [_source_of_trainer(result, "torchtitan"), "", head, "|---|---|---|---|---|---|"]
+    rows = {(row["seqlen"], row["attention"]): row for row in result["rows"]}
+    for seqlen in dict.fromkeys(row["seqlen"] for row in result["rows"]):
+        ring, flex = rows[seqlen, "ring"], rows[seqlen, "flex"]
+        speeds = (f"{row['tokens_per_s']:,} tokens/s, {row['memory_gib']:.1f} GiB" for row in (flex, ring))
+        differ = (
+            max(abs(x / y - 1) for x, y in zip(ring[kind], flex[kind], strict=True))
+            for kind in ("losses", "gradient_norms")
+        )
+        ratio = f"{ring['tokens_per_s'] / flex['tokens_per_s']:.2f}"
+        lines.append(_row(f"{seqlen:,}", *speeds, ratio, *(f"{x:.0e}" for x in differ)))
+    return "\n".join(lines)
+
+
+def megatron_table(result: dict) -> str:
+    """Tabulate milliseconds of Megatron's steps by length, and the largest difference of a gradient."""
+    head = "| tokens | Megatron's attention, one GPU | ringflash, one GPU | ring of two GPUs | gradients differ by |"
+    lines = [_source_of_trainer(result, "megatron-core"), "", head, "|---|---|---|---|---|"]
+    for tokens, packed in dict.fromkeys((row["tokens"], row["packed"]) for row in result["rows"]):
+        ways = {row["way"]: row for row in result["rows"] if (row["tokens"], row["packed"]) == (tokens, packed)}
+        shown = (
+            f"{1000 * ways[way]['seconds']:.0f} ms, {ways[way]['allocated_gib']:.1f} GiB" if way in ways else ""
+            for way in ("own", "one", "ring")
+        )
+        name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
+        lines.append(_row(name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
+    return "\n".join(lines)
+
+
+def _source_of_trainer(result: dict, package: str) -> str:
+    names = {name: result[name] for name in (package, "torch", "triton")}
+    versions = ", ".join(f"{name} {version}" for name, version in names.items())
+    return f"`{result['command']}`, commit {result['commit']}: {result['device']}, {versions}."
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def steps_of_documents_table(result: dict) -> str:

@@ -65,11 +65,10 @@ def ring_attention(
             exact. "hopper_fp8" rounds to e4m3, "hopper_fp8_scores" and "hopper_fp8_all" in the backward as well
             (docs/fp8.md).
         transport: "auto", "gloo" (CPU tensors), "nccl", or "copy_engine" (GPUs of one host with peer access; "auto"
-            chooses it for them, except for "flash2" and "fa4"). "ulysses" exchanges heads between all ranks; "by_host"
-            does so inside each host, and sends K/V between hosts once instead of once per GPU. Both need num_heads
-            divisible by the number of ranks that exchange heads. Hosts are those of the mesh, or those that the ranks
-            of a 1-D group run on. "auto" chooses "by_host" if there are several hosts, several GPUs on each, and enough
-            heads.
+            chooses it for them). "ulysses" exchanges heads between all ranks; "by_host" does so inside each host, and
+            sends K/V between hosts once instead of once per GPU. Both need num_heads divisible by the number of ranks
+            that exchange heads. Hosts are those of the mesh, or those that the ranks of a 1-D group run on. "auto"
+            chooses "by_host" if there are several hosts, several GPUs on each, and enough heads.
         deterministic: repeated calls give bitwise equal gradients, with slower kernels. True also if
             `torch.use_deterministic_algorithms` is on.
         return_lse: also return the log-sum-exp, differentiable.
@@ -129,7 +128,7 @@ def attend(
         operators.check_group(options.group)
     deterministic = True if torch.are_deterministic_algorithms_enabled() else options.deterministic
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
-    grad_flags = sum(x.requires_grad << bit for bit, x in enumerate((q, k, v))) if torch.is_grad_enabled() else 0
+    grad_flags = q.requires_grad | k.requires_grad << 1 | v.requires_grad << 2 if torch.is_grad_enabled() else 0
     out, lse = operators.attend(
         q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, options.layout, options.impl,
         options.transport, deterministic, grad_flags, return_lse, width,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -200,7 +200,7 @@ class GatheredKV:
         Returns:
             arrival of the first unit. The others may be pulled after all this work.
         """
-        self.memory.step(self.words.write, number)
+        self.memory.step(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
@@ -247,7 +247,8 @@ class GatheredKV:
 
         def end() -> None:
             if on_host is not None:
-                self.memory.step(self.words.send_to_host, on_host)
+                commands = partial(self.words.send_commands, on_host)
+                self.memory.step(self.words.send_to_host, on_host, commands=commands)
             self.memory.barrier(PULLED)
 
         marker = self.memory.run_in_lane("pull", end, [], urgent=True)

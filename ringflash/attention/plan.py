@@ -70,6 +70,9 @@ class CallPlan:
     members: tuple[int, ...] = ()
     transport_reason: str = ""
     _blocks: dict[CallShape, tuple[Gathering, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    signatures: dict[tuple[int, ...], dict[str, object]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def size_and_rank(self) -> tuple[int, int]:
@@ -142,12 +145,12 @@ class CallPlan:
         """Return the plan after the ranks of the group have compared their hosts, a collective call."""
         group = self.options.group
         assert group is not None
-        opened = transport_name(open_transport(UNDECIDED, group))
-        if _checked(opened, self.impl) == "nccl":
+        name = transport_name(open_transport(UNDECIDED, group))
+        if name == "nccl":
             with suppress(NotImplementedError):
                 find_split(group)
-        algorithm, transport, reason = _choose_auto(opened, self.impl, self.options, shape)
-        return replace(self, algorithm=algorithm, transport=transport, transport_reason=reason)
+        algorithm, reason = _algorithm_of_auto(name, self.options, shape)
+        return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
 
     def _open_ulysses(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         group = self.options.group
@@ -164,7 +167,7 @@ class CallPlan:
         return Ulysses(attention, memory, members, counted, self.options.layout, call)
 
     def _channel(self) -> Transport | None:
-        """Open the transport of the ring, once per call: its messages are counted for `Posted`."""
+        """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
@@ -188,6 +191,35 @@ _MAX_PLANNED = 32
 _MAX_PACKED = 8  # as in `schedule`: those of documents hold bounds in device memory, and are others in each step
 
 
+def kept_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Documents | None,
+    options: CallOptions,
+    grad_flags: int = 0,
+) -> CallPlan | None:
+    """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
+
+    Plans are kept for tensors that kernels can read, so these are such, too.
+    """
+    key = _key(q, k, v, cu_seqlens, options, grad_flags)
+    return None if key is None else planned.get(key)
+
+
+def _key(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Documents | None, options: CallOptions, grad_flags: int
+) -> tuple[Hashable, ...] | None:
+    """Return all that the plan of a call depends on; None if it must be made anew."""
+    group = options.group
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+        return None
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
+        return None
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    return forms, cu_seqlens, options, grad_flags, known_split(group)
+
+
 def plan_again(
     q: Tensor,
     k: Tensor,
@@ -196,17 +228,12 @@ def plan_again(
     options: CallOptions,
     grad_flags: int = 0,
 ) -> CallPlan:
-    """Return `plan_call` of these arguments, kept from an equal call over GPUs that share the sequence."""
-    group = options.group
-    refusable = cu_seqlens is not None and cuda_graphs.capturing(q.device)
-    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor) or refusable:
-        return plan_call(q, k, v, cu_seqlens, options, grad_flags)
-    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
-    key = forms, cu_seqlens, options, grad_flags, known_split(group)
-    plan = planned.get(key)
+    """Return `plan_call` of these arguments, which kernels can read, kept from an equal call if it may be."""
+    plan = kept_plan(q, k, v, cu_seqlens, options, grad_flags)
     if plan is None:
         plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
-        if UNDECIDED not in (plan.algorithm, plan.transport):
+        key = _key(q, k, v, cu_seqlens, options, grad_flags)
+        if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
             for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
                 del planned[old]  # its group has been destroyed
             alike = [old for old in planned if (old[1] is None) == (cu_seqlens is None)]
@@ -240,12 +267,19 @@ def plan_call(
     mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_backward(impl, q.shape[-1], options.deterministic)
-    algorithm, transport, why = _choose_algorithm(options, impl, CallShape.of(q, k, v))
+    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
     return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
 
-def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
-    """Values of a call that all ranks must agree on."""
+def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, object]:
+    """Values of a call that all ranks must agree on, and others; one dictionary for equal calls of a plan."""
+    key = tuple(others.values())
+    if key not in plan.signatures:
+        plan.signatures[key] = {**_signature(q, k, plan), **others}
+    return plan.signatures[key]
+
+
+def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
     mask, options = plan.mask, plan.options
     return {
         "q": list(q.shape),
@@ -258,7 +292,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "cu_seqlens": None if mask.documents is None else mask.documents.digest,
         "layout": options.layout,
         "impl": options.impl,
-        "kernel": plan.impl,  # that of "auto" decides about its transport
+        "kernel": plan.impl,  # "auto" chooses by the packages of a rank
         "transport": options.transport,
         "deterministic": options.deterministic,
         "hosts": str(split_of(plan.algorithm, options.group)),
@@ -277,16 +311,8 @@ def ring_over(transport: str | Undecided | None) -> Algorithm:
     return Algorithm.RING if transport in (None, "gloo") else Algorithm.GATHER
 
 
-def _checked(transport: str | Undecided | None, impl: str) -> str | Undecided | None:
-    """Return the transport of "auto": messages in place of the copy engine for kernels that were not tested over it.
-
-    A test of flash2 with K/V in buffers did not end over the copy engine of two H100s; the cause is not known.
-    """
-    return "nccl" if transport == "copy_engine" and impl in ("flash2", "fa4") else transport
-
-
 def _choose_algorithm(
-    options: CallOptions, impl: str, shape: CallShape
+    options: CallOptions, shape: CallShape
 ) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
     """Return the algorithm and the transport that the argument `transport` selects, and why.
 
@@ -308,19 +334,9 @@ def _choose_algorithm(
         _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
         return exchange, UNDECIDED if (exchange, able) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
     if name == "auto":
-        return _choose_auto(transport, impl, options, shape)
+        algorithm, reason = _algorithm_of_auto(transport, options, shape)
+        return algorithm, transport, reason
     return Algorithm.RING if group is None else ring_over(transport), transport, "asked for"
-
-
-def _choose_auto(
-    transport: str | Undecided | None, impl: str, options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
-    """Return algorithm and transport of "auto" where the group can use `transport`, and why."""
-    taken = _checked(transport, impl)
-    algorithm, reason = _algorithm_of_auto(taken, options, shape)
-    if taken != transport:
-        reason = f"impl {impl!r} is not used over the copy engine; {reason}"
-    return algorithm, taken, reason
 
 
 def _algorithm_of_auto(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -18,11 +18,11 @@ from torch import Tensor
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallShape, make_addressable
 from ringflash.attention.options import CallOptions
-from ringflash.attention.plan import CallPlan, plan_again
+from ringflash.attention.plan import CallPlan, kept_plan, plan_again
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
-from ringflash.comm import agreement, call_numbers, cuda_graphs
-from ringflash.comm.agreement import Posted
+from ringflash.comm import call_numbers, cuda_graphs
+from ringflash.comm.agreement import TrackedCall
 from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.sequence.mask import Documents
 
@@ -52,8 +52,8 @@ class RingCall:
         self.error: Exception | None = None
         self._plan: CallPlan | None = None
         self._lock: Lock | None = None
-        self._tracked: AbstractContextManager[Posted] | None = None
-        self._modes = ExitStack()
+        self._tracked: TrackedCall | None = None
+        self._modes: ExitStack | None = None
 
     def __enter__(self) -> Self:
         if self.group is not None:
@@ -83,6 +83,10 @@ class RingCall:
         if self.error is not None:
             return tensors
         try:
+            q, k, v, *others = tensors
+            self._plan = kept_plan(q, k, v, cu_seqlens, options, grad_flags)
+            if self._plan is not None:
+                return q, k, v, *map(make_addressable, others)
             addressable = tuple(map(make_addressable, tensors))
             q, k, v, *_ = addressable
             self._plan = plan_again(q, k, v, cu_seqlens, options, grad_flags)
@@ -101,25 +105,28 @@ class RingCall:
 
     def start(self, shape: CallShape) -> RingOfHops | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
-        if torch.is_inference_mode_enabled():  # its tensors are read-only elsewhere, and buffers outlive the call
+        inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device.type)
+        if inference or autocast:
+            self._modes = ExitStack()
+        if self._modes is not None and inference:  # its tensors are read-only elsewhere, and buffers outlive the call
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(self.device.type):
+        if self._modes is not None and autocast:
             self._modes.enter_context(torch.autocast(self.device.type, enabled=False))
         if self.group is None:
             return self.checked_plan.open(shape, self.number)
-        self._tracked = agreement.tracked_call(self.group)
-        posted = self._tracked.__enter__()
+        tracked = self._tracked = TrackedCall(self.group).__enter__()
         order_streams(self.group, self.device)
         work = self.checked_plan.open(shape, self.number)
-        posted.count_by(work.num_posted)
+        tracked.count_by(work.num_posted)
         return work
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._modes.close()
+            if self._modes is not None:
+                self._modes.close()
             if self._tracked is not None:
                 self._tracked.__exit__(kind, error, trace)
         finally:

@@ -12,10 +12,10 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,10 +40,32 @@ READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some ho
 _ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
 
 _CPU = torch.device("cpu")
+_ERRORS_IN_CALLS = "errors in calls"  # an entry of each signature
 
 _policy: Policy = "changed"
-_compared: WeakKeyDictionary[dist.ProcessGroup, deque[tuple[dict[str, object], int]]] = WeakKeyDictionary()
-_interrupted: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()  # count and place of the last
+
+
+class _Errors(NamedTuple):
+    """Errors in calls of a group on this rank: their number, and the place of the last one."""
+
+    times: int = 0
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.times}, the last {self.place}" if self.times else "none"
+
+
+class _Compared(NamedTuple):
+    """A kind of call that the ranks of a group have compared."""
+
+    signature: dict[str, object]
+    errors: _Errors
+    checksum: int
+
+
+_compared: WeakKeyDictionary[dist.ProcessGroup, deque[_Compared]] = WeakKeyDictionary()
+_interrupted: WeakKeyDictionary[dist.ProcessGroup, _Errors] = WeakKeyDictionary()
+_NO_ERRORS = _Errors()
 
 
 def set_agreement_check(policy: Policy) -> None:
@@ -72,7 +94,7 @@ def agree(
     """Compare a call with those of the other ranks; raise on every rank if they differ or if one has an error.
 
     Args:
-        signature: JSON values that must be equal on all ranks.
+        signature: JSON values that must be equal on all ranks. The dictionary is kept, and must not be changed.
         error: the error that this rank would raise.
         device: device of the call's tensors. A call on a GPU that repeats one of the last kinds that were compared is
             not compared again, since its host would wait for the other hosts every time. Any other call is compared.
@@ -94,14 +116,13 @@ def agree(
         if error is not None:
             raise error
         return 0
-    times, place = _interrupted.get(group, (0, ""))
-    signature = {**signature, "errors in calls": f"{times}, the last {place}" if times else "none"}
-    compared = _compared.setdefault(group, deque(maxlen=REMEMBERED))
-    checksum = next((checksum for known, checksum in compared if known == signature), None)
+    errors = _interrupted.get(group, _NO_ERRORS)
+    checksum = _known_checksum(group, signature, errors)
     if device.type == "cpu" or _policy == "always" or error is not None or checksum is None:
         extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": __version__}
         try:
-            answers = _exchange_if_different(group, _encode({**signature, **extra}, error), timeout)
+            content: dict[str, object] = {**signature, _ERRORS_IN_CALLS: str(errors), **extra}
+            answers = _exchange_if_different(group, _encode(content, error), timeout)
         except RuntimeError as unanswered:
             _interrupt(group, "before its first message")  # the others may be in the call
             if error is not None:
@@ -109,9 +130,17 @@ def agree(
             raise
         _compare(answers, error, remedy)
     if checksum is None:
-        checksum = zlib.crc32(json.dumps(signature).encode()) & 0xFFFF
-        compared.append((signature, checksum))
+        checksum = zlib.crc32(json.dumps({**signature, _ERRORS_IN_CALLS: str(errors)}).encode()) & 0xFFFF
+        _compared.setdefault(group, deque(maxlen=REMEMBERED)).append(_Compared(signature, errors, checksum))
     return checksum
+
+
+def _known_checksum(group: dist.ProcessGroup, signature: dict[str, object], errors: _Errors) -> int | None:
+    """Return the checksum of a kind of call that was compared; None for another one."""
+    for known in _compared.get(group, ()):
+        if (known.signature is signature or known.signature == signature) and known.errors == errors:
+            return known.checksum
+    return None
 
 
 def agree_on_backward(
@@ -128,12 +157,32 @@ def agree_on_backward(
         raise error
 
 
-class Posted:
-    """Number of messages that this rank has posted in one call."""
+class TrackedCall:
+    """A call that sends. After an error in it, the next call is compared, and refused unless all failed alike.
 
-    def __init__(self) -> None:
-        self._count: Callable[[], int] = lambda: 0
+    A caller may catch the error (e.g. out of memory) and call again. Messages left over from the first call, of this
+    rank or its peers, would then be received as those of the new call. This also holds for an error before the first
+    message: the peers may be in the call that this rank has left.
+    """
+
+    __slots__ = ("_before", "_count", "_group", "_number")
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._count: Callable[[], int] = _no_messages
         self._before = 0
+
+    def __enter__(self) -> Self:
+        self._number = call_numbers.begin(self._group)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._group is not None:
+            call_numbers.end_failed(self._group, self._number)
+            posted = self._count() - self._before
+            _interrupt(self._group, f"in call {self._number} after {posted} messages")
 
     def count_by(self, count: Callable[[], int]) -> None:
         """Start counting.
@@ -143,33 +192,14 @@ class Posted:
         """
         self._count, self._before = count, count()
 
-    def __str__(self) -> str:
-        return f"after {self._count() - self._before} messages"
 
-
-@contextmanager
-def tracked_call(group: dist.ProcessGroup | None) -> Iterator[Posted]:
-    """Track a call that sends. After an error in it, the next call is compared, and refused unless all failed alike.
-
-    A caller may catch the error (e.g. out of memory) and call again. Messages left over from the first call, of this
-    rank or its peers, would then be received as those of the new call. This also holds for an error before the first
-    message: the peers may be in the call that this rank has left.
-    """
-    number, posted = call_numbers.next_number(group), Posted()
-    call_numbers.begin(group)
-    try:
-        yield posted
-    except BaseException:
-        if group is not None:
-            call_numbers.end_failed(group, number.value)
-            _interrupt(group, f"in call {number.value} {posted}")
-        raise
+def _no_messages() -> int:
+    return 0
 
 
 def _interrupt(group: dist.ProcessGroup, place: str) -> None:
     """Record an error, so that the next call of the group is compared."""
-    times, _ = _interrupted.get(group, (0, ""))
-    _interrupted[group] = times + 1, place
+    _interrupted[group] = _Errors(_interrupted.get(group, _NO_ERRORS).times + 1, place)
 
 
 def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
@@ -236,9 +266,9 @@ def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> Non
     names = dict.fromkeys(name for call in calls for name in call)
     fields = [name for name in names if len({json.dumps(call.get(name)) for call in calls}) > 1]
     if "call" in fields:  # different layers, or a forward and a backward: their arguments tell nothing
-        fields = [name for name in fields if name in ("call", "errors in calls")]
+        fields = [name for name in fields if name in ("call", _ERRORS_IN_CALLS)]
     table = "; ".join(f"{name} {_list_ranks([call.get(name) for call in calls])}" for name in fields)
-    if "errors in calls" in fields:
+    if _ERRORS_IN_CALLS in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
     elif "call" in fields:
         remedy = "run the same layers, forward and backward, in one order on every rank"

@@ -11,8 +11,8 @@ host compares the words that have arrived when it makes its next call, and never
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.driver import Command, copy_command, write_command
 from ringflash.comm.group import store_of
 
 HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it
@@ -128,15 +129,24 @@ def in_layer(name: str) -> Iterator[None]:
         _layer = outer
 
 
-def begin(group: dist.ProcessGroup | None) -> None:
-    """Count a call that starts now."""
-    if group is not None:
-        _calls(group).count += 1
+def begin(group: dist.ProcessGroup | None) -> int:
+    """Count a call that starts now, and return its number."""
+    if group is None:
+        return 0
+    calls = _calls(group)
+    calls.count += 1
+    return calls.count
 
 
 def word_in(area: torch.Tensor) -> torch.Tensor:
     """Return the word of the call in the header of an area, as a view: (1,), int64."""
     return area[:8].view(torch.int64)
+
+
+# Host memory for words, by their number and the kind of device; that of calls which have been compared is used again.
+# None is given back to torch, which does not know of the driver's copies to it.
+_unused_words: defaultdict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+_host_words: list[torch.Tensor] = []
 
 
 class Words:
@@ -151,7 +161,7 @@ class Words:
     def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
-        self.unused: list[torch.Tensor] = []  # host memory of earlier calls, which have been compared
+        self.unused = _unused_words[len(self.senders), device.type]
 
     def arrival_of(self, sender: int) -> torch.Tensor:
         """Return the memory at which a peer's word arrives: (1,)."""
@@ -163,6 +173,10 @@ class Words:
         if not capturing(self.own.device):
             self.own.fill_(call.word)
 
+    def write_commands(self, stream: int, _: object) -> list[Command]:
+        """Return `write` as commands for the driver."""
+        return [write_command(stream, self.own.data_ptr())]
+
     def for_host(self, call: CallNumber) -> torch.Tensor | None:
         """Return host memory for the arriving words; None if there are none to compare."""
         device = self.arrived.device
@@ -170,11 +184,17 @@ class Words:
             return None
         if self.unused:
             return self.unused.pop()
-        return torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
+        made = torch.empty_like(self.arrived, device="cpu", pin_memory=device.type == "cuda")
+        _host_words.append(made)
+        return made
 
     def send_to_host(self, on_host: torch.Tensor) -> None:
         """Copy the words that have arrived on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
+
+    def send_commands(self, on_host: torch.Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
+        """Return `send_to_host` as commands for the driver."""
+        return [copy_command(stream, 0, self.arrived.data_ptr(), self.arrived.nbytes, index_of(on_host))]
 
 
 def expect(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any, cast
+from weakref import ref
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +22,7 @@ _SETTINGS = {  # of Megatron's configuration: a ring computes attention as with 
     "log_max_attention_logit": False,
     "apply_query_key_layer_scaling": False,
     "attention_backend": AttnBackend.auto,
+    "flash_attention_version": None,
     "fp8_dot_product_attention": False,
     "fp8_multi_head_attention": False,
     "batch_invariant_mode": False,
@@ -146,4 +148,17 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
             f"attn_mask_type of packed documents must be causal, got {mask_type.name}, with which tokens would see the "
             "padding of their document."
         )
-    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
+
+
+_last: list[Any] = [None, None, None]  # weak reference to the bounds of a microbatch, their version, and their copy
+
+
+def _read(bounds: Tensor) -> Tensor:
+    """Return bounds on the CPU, without the empty documents that Megatron's RL appends.
+
+    They are read once for all layers of a microbatch: each time, the GPU is waited for.
+    """
+    if _last[0] is None or _last[0]() is not bounds or _last[1] != bounds._version:
+        _last[:] = ref(bounds), bounds._version, bounds.cpu().unique_consecutive()
+    return cast(Tensor, _last[2])

@@ -23,11 +23,13 @@ if HAVE_TE:
 
 
 def with_ring(spec: Any) -> Any:
-    """Return a spec of a layer or a block, in which every core attention is the ring.
+    """Return a spec of a layer, a block or a hybrid stack, in which every core attention is the ring.
+
+    A layer whose attention is neither Megatron's own nor Transformer Engine's raises NotImplementedError when it is
+    built: a hybrid stack has specs of layers that a model may not use.
 
     Raises:
         ValueError: the spec has no core attention.
-        NotImplementedError: one that is neither Megatron's own nor Transformer Engine's.
     """
     replaced = _with_ring(spec)
     if replaced == spec:
@@ -43,13 +45,22 @@ def _with_ring(spec: Any) -> Any:
     changed = {}
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if field.name == "core_attention" and value not in _REPLACED:
-            raise NotImplementedError(
-                f"core_attention must be one of {[x.__name__ for x in _REPLACED]}, got {value}; use Megatron's own "
-                "context parallelism for this model."
-            )
-        changed[field.name] = RingCoreAttention if field.name == "core_attention" else _with_ring(value)
+        changed[field.name] = _attention(value) if field.name == "core_attention" else _with_ring(value)
     return dataclasses.replace(spec, **changed)
+
+
+def _attention(own: Any) -> type:
+    return RingCoreAttention if own in _REPLACED else type("OtherAttention", (_OtherAttention,), {"own": own})
+
+
+class _OtherAttention:
+    own: Any
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError(
+            f"core_attention must be one of {[x.__name__ for x in _REPLACED]}, got {self.own}; use Megatron's own "
+            "context parallelism for this model."
+        )
 
 
 class RingLayer(BaseTransformerLayer):

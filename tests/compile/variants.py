@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from ringflash_kernels.hopper import gather_scatter, walks
+from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host as backward
 from ringflash_kernels.hopper.forward import host as forward
 from ringflash_kernels.hopper.fp8 import backward as fp8_backward
@@ -141,7 +141,7 @@ def _forward(
 def _backwards(recorder: Recorder, head_dim: int) -> None:
     for mask in ("band", "bounds", "ends", "ends window"):
         _backward(recorder, head_dim, mask)
-    with mock.patch.object(walks, "SHORT_MASKED", 1.0):  # its blocks are all masked
+    with mock.patch.object(backward, "_SHORT_MASKED", 1.0):  # its blocks are all masked
         _backward(recorder, head_dim, "ends down")
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):

@@ -260,7 +260,7 @@ def test_announced_gatherings_are_not_compared() -> None:
 def test_words_of_a_failed_call(in_time: bool) -> None:
     """A word that arrives later may be that of the next call of a peer that left this one alike."""
     group, arrival, number = mock.Mock(), mock.Mock(**{"query.return_value": in_time}), call_numbers.CallNumber(1)
-    with suppress(MemoryError), agreement.tracked_call(group):
+    with suppress(MemoryError), agreement.TrackedCall(group):
         word = torch.tensor([call_numbers.CallNumber(2).word])
         call_numbers.expect(group, arrival, number, word, [1])
         raise MemoryError

@@ -100,15 +100,13 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken"])
+@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken", "partly"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
-    """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed."""
-    pool.run(equals_unwrapped, name, True, size=2, timeout_s=120)
+    """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed.
 
-
-def test_a_compiled_function_of_a_layer(pool: Pool) -> None:
-    """Its attention leaves the graph, so that a checkpoint around it is seen."""
-    pool.run(equals_unwrapped, "partly", False, size=2, timeout_s=120)
+    If a function of a layer is compiled, its attention leaves the graph, so that a checkpoint around it is seen.
+    """
+    pool.run(equals_unwrapped, name, name != "partly", size=2, timeout_s=120)
 
 
 def _replace_attention(model: nn.Module) -> None:
@@ -415,12 +413,6 @@ def test_check_finds_a_scale_of_the_shards_length(ctx: Context) -> None:
         check(ctx, Single, {})
 
 
-@pytest.mark.parametrize("name", ["learned", "rotary", "bidirectional", "bound"])
-@on_ranks(2)
-def test_check_accepts_what_is_right(ctx: Context, name: str) -> None:
-    check(ctx, own.Model, MODELS[name])
-
-
 def masked(logits: torch.Tensor, value: float) -> torch.Tensor:
     """Logits whose last tokens of the vocabulary are only padding."""
     return logits.masked_fill(torch.arange(logits.shape[-1]) > logits.shape[-1] - 3, value)
@@ -431,11 +423,6 @@ class Masked(own.Model):
         return masked(super().forward(tokens, positions), -torch.inf)
 
 
-@on_ranks(2)
-def test_check_accepts_infinite_logits(ctx: Context) -> None:
-    check(ctx, Masked, MODELS["learned"])
-
-
 class Compiled(own.Model):
     """Its layers are compiled when they are first called."""
 
@@ -443,12 +430,6 @@ class Compiled(own.Model):
         super().__init__(**options)
         for block in self.blocks:
             block.compile(backend="aot_eager", fullgraph=True)
-
-
-@on_ranks(2, timeout_s=120)
-def test_check_accepts_compiled_layers(ctx: Context) -> None:
-    """The whole sequence's attention, compiled, is an operator that wrapping refuses."""
-    check(ctx, Compiled, MODELS["rotary"])
 
 
 @pytest.mark.parametrize("name", ["learned", "rotary", "bound"])
@@ -544,9 +525,18 @@ class Reordered(own.Model):
         mlp.register_forward_hook(lambda _, args, output: output.flip(1))
 
 
-@on_ranks(2)
-def test_check_accepts_tokens_in_another_order(ctx: Context) -> None:
-    check(ctx, Reordered, {})
+RIGHT = [
+    *((own.Model, MODELS[name]) for name in ("learned", "rotary", "bidirectional", "bound")),
+    (Masked, MODELS["learned"]),  # infinite logits
+    (Compiled, MODELS["rotary"]),  # the whole sequence's attention is then an operator that wrapping refuses
+    (Reordered, {}),
+]
+
+
+@pytest.mark.parametrize("kind, options", RIGHT)
+@on_ranks(2, timeout_s=120)
+def test_check_accepts_what_is_right(ctx: Context, kind: Any, options: dict[str, Any]) -> None:
+    check(ctx, kind, options)
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:

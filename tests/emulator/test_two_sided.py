@@ -139,7 +139,7 @@ def test_backward_shapes(shape: Shape, whole_groups: bool) -> None:
 
 def _walking_down(emulator: Emulator) -> Emulator:
     """Let walks with many masked blocks go down, too: those of the tests have few others."""
-    emulator.load("walks").SHORT_MASKED = 1.0
+    emulator.load("backward.host")._SHORT_MASKED = 1.0
     return emulator
 
 
@@ -153,18 +153,6 @@ def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
     mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
     options = dict(whole_groups=whole_groups, accumulate=not whole_groups, emulator=_walking_down(Emulator()))
     assert_close(*_gradients(mask, shape, **options), num_chunks=2)
-
-
-@pytest.mark.parametrize(
-    "shape, accumulate", [(Shape(64), False), (Shape(128, 4, 2), True), (Shape(192, 2, 1), False)], ids=str
-)
-def test_backward_in_parts(shape: Shape, accumulate: bool) -> None:
-    """Walks that are cut into parts, which add to dK and dV, also under a window."""
-    for name in ("deep, window", "many small documents"):
-        emulator = Emulator()
-        emulator.load("backward.host")._PART_BLOCKS = 1
-        options = dict(whole_groups=True, accumulate=accumulate, emulator=emulator)
-        assert_close(*_gradients(MASKS[name], shape, **options), num_chunks=2)
 
 
 def test_backward_through_lse() -> None:

@@ -307,7 +307,7 @@ class RecordedMemory:
     def wait(self, *markers: Point) -> None:
         self.process.wait(*(marker.node for marker in markers))
 
-    def step(self, work: Callable[..., T], *args: Any) -> T:
+    def step(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
         return work(*args)
 
     note = step

@@ -1,6 +1,6 @@
 """Peer memory of CPU processes: areas are shared files, lanes are threads that dawdle.
 
-The protocol over it is the one that runs on GPUs; only who copies differs. What runs beside starts at some random
+The protocol over it is the one that runs on GPUs; only who copies differs. What runs in a lane starts at some random
 moment up to `DELAY_S` after it was posted, so that a wait or a barrier that is missing shows as wrong numbers. The
 host of each rank also pauses at random, so that ranks drift apart.
 """
@@ -64,7 +64,7 @@ class Threads:
         for token in tokens:
             token.wait()
 
-    def step(self, work: Callable[..., T], *args: Any) -> T:
+    def step(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
         return work(*args)
 
     note = step

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import ringflash
-from ringflash.megatron import RingCoreAttention, with_ring
+from ringflash.megatron import RingCoreAttention, core_attention, with_ring
 from ringflash.megatron.layer_spec import RingLayer
 
 ROOT = Path(__file__).parents[2]
 ENGINE = Path(__file__).parent / "engine"  # a stand-in for Transformer Engine
 MODELS = ("dense", "window", "packed", "packed window", "latent", "packed latent", "experts")
+ENGINE_MODELS = ["engine", "engine hybrid"] if find_spec("megatron.core.models.hybrid") else ["engine"]
 RELATIVE_ERROR = 32 * torch.finfo(torch.float32).eps  # of the norm of a tensor; the ring sums in another order
 
 Results = Callable[[int, str], list[dict[str, Any]]]
@@ -45,19 +47,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     All cases of a number of ranks run in one launch, and those with a stand-in for Transformer Engine in another.
     """
     folder = tmp_path_factory.mktemp("megatron")
-    alone = [f"{name} alone" for name in MODELS]
     launches = {
-        1: alone,
+        1: [f"{name} alone" for name in MODELS],
         2: [*MODELS, "recomputed", "recomputed layers", "dense wrong", "tensor parallel alone", "pipeline alone"],
         4: [*MODELS, "tensor parallel", "pipeline"],
     }
+    of_engine = {1: [f"{name} alone" for name in ENGINE_MODELS], 2: ENGINE_MODELS}
 
     def read(size: int, case: str) -> list[dict[str, Any]]:
         engine = case.startswith("engine")
         out = folder / f"{size} {engine}"
         if not out.exists():
             out.mkdir()
-            launch(size, out, [case] if engine else launches[size], [ENGINE] if engine else [])
+            launch(size, out, of_engine[size] if engine else launches[size], [ENGINE] if engine else [])
         return [torch.load(out / f"{case}.{rank}") for rank in range(size)]
 
     return read
@@ -100,10 +102,11 @@ def test_training_equals_other_parallelism(results: Results, case: str, of_rank:
 
 
 @pytest.mark.timeout(900)
-def test_layers_of_transformer_engine_on_a_ring(results: Results) -> None:
+@pytest.mark.parametrize("case", ENGINE_MODELS)
+def test_layers_of_transformer_engine_on_a_ring(results: Results, case: str) -> None:
     """Megatron's classes and specs for it, over a stand-in."""
-    want = results(1, "engine alone")[0]
-    assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(2, "engine"))
+    want = results(1, f"{case} alone")[0]
+    assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(2, case))
 
 
 @pytest.mark.timeout(900)
@@ -139,6 +142,7 @@ def attention(config: TransformerConfig, **changes: Any) -> RingCoreAttention:
         ("qk_clip", True, "False"),
         ("log_max_attention_logit", True, "False"),
         ("attention_backend", AttnBackend.fused, "<AttnBackend.auto"),
+        ("flash_attention_version", 3, "None"),
         ("fp8_dot_product_attention", True, "False"),
         ("apply_query_key_layer_scaling", True, "False"),
         ("cuda_graph_impl", "full_iteration", "'none'"),
@@ -206,6 +210,18 @@ def test_one_process_attends_as_ring_attention() -> None:
     assert torch.equal(layer(q[:, 0], k[:, 0], v[:, 0], packed_seq_params=packed), want[0].flatten(1))
 
 
+def test_bounds_are_read_once_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are refilled in place. Documents may be empty."""
+    read, x = [], torch.ones(4, 4, 8)
+    monkeypatch.setattr(core_attention, "ring_attention", lambda q, *_, cu_seqlens, **__: read.append(cu_seqlens) or q)
+    bounds = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
+    for layer in (attention(settings()), attention(settings())):
+        layer(x, x, x, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+    bounds[1] = 3
+    layer(x, x, x, packed_seq_params=PackedSeqParams("thd", bounds, bounds))
+    assert read[0] is read[1] and [b.tolist() for b in read[1:]] == [[0, 2, 4], [0, 3, 4]]
+
+
 def test_with_ring_replaces_every_core_attention() -> None:
     own = get_gpt_decoder_block_spec(settings(), use_transformer_engine=False, normalization="RMSNorm", pp_rank=0)
     block = with_ring(own)
@@ -215,9 +231,9 @@ def test_with_ring_replaces_every_core_attention() -> None:
 
 
 def test_with_ring_refuses_other_attention() -> None:
-    spec = get_gpt_layer_local_spec()
+    other = with_ring(with_ring(get_gpt_layer_local_spec())).submodules.self_attention.submodules.core_attention
     with pytest.raises(NotImplementedError, match=r"core_attention must be one of \['DotProductAttention'.*RingCore"):
-        with_ring(with_ring(spec))
+        other(settings(), layer_number=1)
     with pytest.raises(ValueError, match="spec must have a core_attention, got none in"):
         with_ring(ModuleSpec(module=IdentityOp))
 

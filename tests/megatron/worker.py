@@ -66,7 +66,7 @@ from megatron.core.transformer.spec_utils import import_module  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 import ringflash  # noqa: E402
-from ringflash.megatron import core_attention  # noqa: E402
+from ringflash.megatron import core_attention, with_ring  # noqa: E402
 
 STEPS, MICROBATCHES, SEQLEN, VOCAB = 3, 2, 128, 256
 DOCUMENTS = (0, 32, 48, SEQLEN)
@@ -90,6 +90,7 @@ class Case(NamedTuple):
         ring: with ringflash; without, Megatron's own attention on one shard of the sequence.
         packed: documents in a row.
         wrong: attend to a rank's own tokens only.
+        hybrid: Megatron's HybridModel, with this pattern of layers.
     """
 
     settings: dict[str, Any]
@@ -98,10 +99,12 @@ class Case(NamedTuple):
     ring: bool = True
     packed: bool = False
     wrong: bool = False
+    hybrid: str = ""
 
 
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+ENGINE = {**DENSE, "transformer_impl": "transformer_engine"}
 WINDOW = {**DENSE, "window_size": (20, 0), "window_attn_skip_freq": 2}
 CASES = {
     "dense": Case(DENSE),
@@ -111,7 +114,8 @@ CASES = {
     "latent": Case(LATENT),
     "packed latent": Case(LATENT, packed=True),
     "experts": Case({**DENSE, **EXPERTS}),
-    "engine": Case({**DENSE, "transformer_impl": "transformer_engine"}),
+    "engine": Case(ENGINE),
+    "engine hybrid": Case(ENGINE, hybrid="*-*-"),
     "recomputed": Case({**DENSE, **RECOMPUTED}, packed=True),
     "recomputed layers": Case({**DENSE, **LAYERS}, packed=True),
     "tensor parallel": Case(DENSE, tp=2),
@@ -149,16 +153,7 @@ def train(case: Case) -> dict[str, Any]:
     parallel_state.initialize_model_parallel(case.tp, case.pp, context_parallel_size=cp)
     torch.manual_seed(0)
     config = configuration(case, cp)
-    if case.ring:
-        spec = import_module(("ringflash.megatron", "layer_spec"))  # as --spec does
-    else:
-        by_engine = config.transformer_impl == "transformer_engine"
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine, normalization="RMSNorm")
-    model = GPTModel(
-        config, spec, vocab_size=VOCAB, max_sequence_length=SEQLEN, position_embedding_type="rope",
-        share_embeddings_and_output_weights=False, pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )  # fmt: skip
+    model = build(case, config)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model)
     settings = OptimizerConfig(optimizer="sgd", lr=0.5, clip_grad=1.0, sgd_momentum=0.0, params_dtype=torch.float32)
     optimizer = get_megatron_optimizer(settings, [model])
@@ -184,6 +179,27 @@ def train(case: Case) -> dict[str, Any]:
     return result
 
 
+def build(case: Case, config: TransformerConfig) -> torch.nn.Module:
+    options = {
+        "vocab_size": VOCAB, "max_sequence_length": SEQLEN, "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False, "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }  # fmt: skip
+    if case.hybrid:
+        # Of later releases than the oldest that is tested.
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        spec = with_ring(hybrid_stack_spec) if case.ring else hybrid_stack_spec
+        return HybridModel(config, spec, hybrid_layer_pattern=case.hybrid, **options)
+    if case.ring:
+        spec = import_module(("ringflash.megatron", "layer_spec"))  # as --spec does
+    else:
+        by_engine = config.transformer_impl == "transformer_engine"
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=by_engine, normalization="RMSNorm")
+    return GPTModel(config, spec, **options)
+
+
 def configuration(case: Case, cp: int) -> TransformerConfig:
     """Return Megatron's configuration of a case. Its own attention would take a window in place of the documents."""
     own = {"window_size": None} if case.packed and not case.ring else {}
@@ -196,7 +212,7 @@ def configuration(case: Case, cp: int) -> TransformerConfig:
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
         bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        **{"num_layers": 3, "transformer_impl": "local", **case.settings, **own},
+        **{"num_layers": len(case.hybrid) or 3, "transformer_impl": "local", **case.settings, **own},
     )  # fmt: skip
 
 

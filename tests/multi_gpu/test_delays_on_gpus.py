@@ -27,6 +27,7 @@ import ringflash
 from ringflash.attention.gather_units import BackwardUnits
 from ringflash.attention.tape import Tape
 from ringflash.attention.ulysses import Ulysses
+from ringflash.comm.driver import CommandList
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.lanes import Lanes
 from tests.helpers.peer_memory import SharedMemory, copy_engine
@@ -69,7 +70,7 @@ class Disorder:
         """Delay lanes and copies between GPUs, and give memory back when a section of a backward begins."""
         memory = Lanes if self.device.type == "cuda" else SharedMemory
         run_in_lane, begin, make_transfer = memory.run_in_lane, BackwardUnits.begin, CopyEngine.make_transfer
-        repeat = Tape.repeat
+        repeat, issue = Tape.repeat, CommandList.issue
 
         def delayed(work: Callable[[], None]) -> Callable[[], None]:
             def run() -> None:
@@ -96,7 +97,15 @@ class Disorder:
 
                 return run
 
-            with mock.patch.object(tape, "steps", [slow(step) for step in tape.steps]):
+            def issue_slowly(made: CommandList, *values: Any) -> None:
+                for command in made.commands:
+                    part = CommandList(made.driver, [command])
+                    slow(lambda _, part=part: issue(part, *values))(None)
+
+            with (
+                mock.patch.object(tape, "steps", [slow(step) for step in tape.steps]),
+                mock.patch.object(CommandList, "issue", issue_slowly),
+            ):
                 return repeat(tape, lanes, *args)
 
         with (

@@ -90,24 +90,17 @@ def _call(chance: random.Random, size: int, setup: Setup) -> Call:
         window_size = tuple(chance.choice((-1, 0, 1, seqlen // 3, seqlen // 7, seqlen, 2 * seqlen)) for _ in range(2))
     alone = seqlen < CHUNK * size or cuts is not None or 0 in window_size  # rows that see one key have a dq of 0
     return Call(
-        seed=chance.randrange(1 << 30),
-        seqlen=seqlen,
-        batch=1 if cuts else chance.randint(1, 3),
-        num_heads=num_kv_heads * chance.choice((1, 1, 2, 3, 4)),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        seed=chance.randrange(1 << 30), seqlen=seqlen, batch=1 if cuts else chance.randint(1, 3),
+        num_heads=num_kv_heads * chance.choice((1, 1, 2, 3, 4)), num_kv_heads=num_kv_heads, head_dim=head_dim,
         v_head_dim=chance.choice((head_dim, head_dim, head_dim, head_dim - 8, 8)) or head_dim,
-        causal=chance.random() < 0.6,
-        window_size=window_size,
+        causal=chance.random() < 0.6, window_size=window_size,
         cu_seqlens=None if cuts is None else tuple(dict.fromkeys((0, *cuts, seqlen))),
-        softmax_scale=chance.choice((None, None, 0.05, 0.5)),
-        layout=layout,
+        softmax_scale=chance.choice((None, None, 0.05, 0.5)), layout=layout,
         strides=chance.choice(("contiguous", "heads_first", "fused_qkv", "sliced")),
-        return_lse=alone or chance.random() < 0.4,
-        deterministic=chance.random() < 0.3,
+        return_lse=alone or chance.random() < 0.4, deterministic=chance.random() < 0.3,
         transport="gloo" if setup.backend == "gloo" else chance.choice(("nccl", "copy_engine")),
         trains=[chance.random() < 0.9 for _ in range(2)][1],  # two draws, as once: a seed's other calls stay
-    )
+    )  # fmt: skip
 
 
 def run(ctx: Context, seed: int, setup: Setup) -> list[Ratio]:

@@ -192,7 +192,7 @@ def judged(got: Step, want: Step, baseline: Step | None, loss: float | None, dty
 
 
 class Unclipped(Recorder):
-    """Beside what the optimizer used, the whole gradients before they are clipped."""
+    """Whole gradients before they are clipped, and what the optimizer used."""
 
     def on_before_optimizer_step(self, trainer: lightning.Trainer, module: Any, optimizer: Any) -> None:
         named = ((name.removeprefix("model."), p) for name, p in module.named_parameters())

@@ -313,7 +313,7 @@ BAD_LINES = [b'{"text": "a"', b'{"text": "\xff"}', b'{"body": 1}', b'{"text": nu
 def test_bad_lines_are_skipped_and_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_bytes: int, depth: int
 ) -> None:
-    """Beside empty documents, over one shard or many; a line of white space is neither. The error's remedy works.
+    """Among empty documents, in one shard or many; a line of white space is neither. The error's remedy works.
 
     The parser gives up on the deeper line with another error.
     """

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ringflash.attention import schedule
-from ringflash_kernels.hopper.walks import Walks, walks
+from ringflash_kernels.hopper.walks import walks
 from ringflash_kernels.mask import Mask
 from tests.two_sided.forests import Forest, block_diffusion, images, random_forest, rollouts
 from tests.two_sided.kernel_masks import mask_of, sequence_mask
@@ -57,28 +57,6 @@ def test_near_tiles_are_launched_together() -> None:
     assert near.tiles[:, 0].tolist() == [*range(4, 13), *range(4), 13]  # 4 is of both trees
     assert sorted(near.tiles.tolist()) == sorted(longest.tiles.tolist())
     assert near.longest == int(longest.tiles[0, 3]) and near.blocks == int(longest.tiles[:, 3].sum())
-
-
-@pytest.mark.parametrize("most", [1, 3, 100])
-def test_walks_in_parts(most: int) -> None:
-    """Parts of a tile visit its blocks, with the same kind, and begin in the order of their launch."""
-    for mask in _masks(4):
-        whole, parts = (
-            walks(mask, torch.device("cpu"), (0, mask.seqlen_q), 32, 16, most_blocks=n) for n in (1 << 20, most)
-        )
-        assert max(parts.tiles[:, 3]) <= most and _visits(parts) == _visits(whole)
-        begins = parts.stretches[parts.tiles[:, 1].long(), 0]
-        assert (begins[1:] >= begins[:-1]).all()
-
-
-def _visits(found: Walks) -> list[tuple[int, int, int]]:
-    """Tile, block and kind of every visit."""
-    visits = []
-    for tile, first, count, blocks in found.tiles.tolist():
-        part = [(tile, j, m) for a, b, m, _ in found.stretches[first : first + count].tolist() for j in range(a, b)]
-        assert len(part) == blocks
-        visits += part
-    return sorted(visits)
 
 
 def test_masked_blocks_are_few() -> None:

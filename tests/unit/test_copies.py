@@ -6,12 +6,14 @@ That the driver copies right, also while kernels run, is tested in tests/multi_g
 from __future__ import annotations
 
 import ctypes
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ringflash.comm.driver import CommandList, compiled
 from ringflash.comm.transport import copies
 from ringflash.comm.transport.areas import Incoming
 from ringflash.comm.transport.copies import Copies
@@ -62,16 +64,12 @@ def test_one_call_for_all(driver: Driver) -> None:
     assert driver.calls == [(7, 7), (7, 7)]
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_copies_are_torchs(driver: Driver, count: int) -> None:
+@pytest.mark.parametrize("count, captured", [(0, False), (1, False), (3, True)])
+def test_few_or_captured_copies_are_torchs(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, count: int, captured: bool
+) -> None:
+    monkeypatch.setattr(copies, "capturing", lambda device: captured)
     pairs = pieces(count)
-    Copies(pairs, CPU)(STREAM)
-    assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
-
-
-def test_a_graph_captures_torchs_copies(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "capturing", lambda device: True)
-    pairs = pieces(3)
     Copies(pairs, CPU)(STREAM)
     assert all(torch.equal(target, source) for target, source in pairs) and not driver.calls
 
@@ -105,3 +103,32 @@ def test_copies_within_a_gpu_follow_those_of_peers(driver: Driver) -> None:
     memory.make_transfer(incoming, [], "K/V")()
     assert [count for count, _ in driver.calls] == [4, 3]
     assert all(torch.equal(target, source) for target, source in pairs)
+
+
+@pytest.mark.parametrize("problem", [0, 1])
+def test_commands_ask_for_the_same(driver: Driver, problem: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of commands copies in one call, or one by one after the driver has refused that."""
+    driver.problem, pairs, started = problem, pieces(3), list[tuple[int, ...]]()
+    copy, number = Copies(pairs, CPU), ctypes.c_uint64
+    with warnings.catch_warnings(action="ignore"):
+        copy(STREAM)
+    for target, _ in pairs:
+        target.zero_()
+
+    def start_all(targets: int, sources: int, sizes: int, count: int, *others: int) -> int:
+        started.append((count, *others[2:]))
+        arrays = [(number * count).from_address(address) for address in (targets, sources, sizes)]
+        return max(start_one(*each, 9) for each in zip(*arrays, strict=True))
+
+    def start_one(target: int, source: int, size: int, stream: int) -> int:
+        ctypes.memmove(target, source, size)
+        started.append((size, stream))
+        return 0
+
+    functions = [ctypes.CFUNCTYPE(ctypes.c_int, *[number] * count)(f) for count, f in ((8, start_all), (4, start_one))]
+    monkeypatch.setattr(copies, "_driver_batch", lambda: functions[0])
+    table = (ctypes.c_void_p * 6)(0, 0, 0, ctypes.cast(functions[1], ctypes.c_void_p).value)
+    known: Any = SimpleNamespace(functions=table, issue=compiled(), check=lambda error: None)
+    CommandList(known, copy.commands(9)).issue([], [], 0)
+    assert all(torch.equal(target, source) for target, source in pairs)
+    assert started == [(3, 1, 9)] * (not problem) + [(source.nbytes, 9) for _, source in pairs]

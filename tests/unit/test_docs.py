@@ -63,6 +63,13 @@ def test_tables_and_figures_are_those_of_results(name: str, written: Path) -> No
     assert (written / name).read_text() == (ROOT / name).read_text()
 
 
+@pytest.mark.parametrize("path", sorted(quotes.RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_result_is_of_one_run(path: Path) -> None:
+    """Tables and quotes find its commit, command, machine and release at one place."""
+    result = json.loads(path.read_text())
+    assert result.get("environment", result).keys() >= {"commit", "command", "device", "torch"}
+
+
 def test_site_has_the_rows_of_every_result() -> None:
     """`make docs` puts tables where measurements.md in the repository links to results."""
     page = SimpleNamespace(file=SimpleNamespace(src_uri="measurements.md"))

@@ -101,11 +101,15 @@ def labels_of(forest: Forest) -> torch.Tensor:
     return loss.shift_labels(models.tokens(), None if forest is TREE else forest.table)
 
 
+def batch_of(forest: Forest) -> dict[str, torch.Tensor]:
+    return huggingface.prepare_batch(
+        models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
+    )
+
+
 def check_batch(forest: Forest) -> None:
     tokens = models.tokens()
-    batch = huggingface.prepare_batch(
-        tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
-    )
+    batch = batch_of(forest)
     assert torch.equal(batch["position_ids"][0], forest.positions())
     with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
         huggingface.prepare_batch(tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table)
@@ -132,9 +136,7 @@ def check_padded_batch(forest: Forest) -> None:
 def check_model(forest: Forest) -> None:
     ring, plain, tokens = models.build(), models.build(impl="sdpa"), models.tokens()
     huggingface.set_group(ring, None)
-    batch = huggingface.prepare_batch(
-        tokens, group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
-    )
+    batch = batch_of(forest)
     want = plain(
         tokens, position_ids=forest.positions()[None], attention_mask=forest.visible()[None, None], use_cache=False
     ).logits
@@ -165,9 +167,7 @@ def check_flops(forest: Forest) -> None:
 
 def refused_by_model(forest: Forest, ring: torch.nn.Module, user: str) -> None:
     huggingface.set_group(ring, None)
-    batch = huggingface.prepare_batch(
-        models.tokens(), group=None, labels=labels_of(forest), cu_seqlens=forest.table, position_ids="document"
-    )
+    batch = batch_of(forest)
     with refused(forest, user):
         ring(**batch)
 
@@ -219,14 +219,14 @@ USED_ABOVE = {
 }  # fmt: skip
 PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
-    "attention.ring_call.RingCall.plan", "attention.plan.plan_again",
+    "attention.ring_call.RingCall.plan", "attention.plan.plan_again", "attention.plan.kept_plan",
     "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
     "huggingface.consistency.check_consistency",
     "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
-    "huggingface.batch.check_padding",
+    "huggingface.batch.check_padding", "verify.subject.default_prepare",  # tests/distributed/test_verify.py
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
     "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py
-    "huggingface.spans.without_directions",
+    "huggingface.spans.without_directions", "verify.subject.default_prepare",
     "sequence.mask.check_cu_seqlens", "sequence.mask.check_parents",  # get their integers
 }  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,10 +12,8 @@ from weakref import ref
 
 import pytest
 import torch
-import triton
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.nvidia import driver
 from triton.knobs import runtime
 
 import ringflash
@@ -28,7 +26,6 @@ from ringflash.comm.transport.message_gather import NcclGather
 from ringflash_kernels.api import observed_launches
 from ringflash_kernels.flash_calls import calls
 from ringflash_kernels.hopper import launcher
-from ringflash_kernels.hopper.descriptors import Descriptor
 from ringflash_kernels.hopper.forward import host
 from ringflash_kernels.hopper.launcher import Launch, Launcher
 from ringflash_kernels.mask import Mask
@@ -221,41 +218,16 @@ def test_launches_compile_once_for_what_triton_finds(
     assert [args for compiled in kernel.compiled for args in compiled.launches].count(launches[0]) >= 2
 
 
-class FromTriton(driver.CudaLauncher):
-    """triton's launcher of a kernel of a descriptor and a pointer, whose part in C is a list."""
-
-    global_scratch_size = profile_scratch_size = global_scratch_align = profile_scratch_align = 0
-    launch_cooperative_grid = launch_pdl = gsan_enabled = False
-    arg_annotations = kernel_signature = None
-    num_ctas = 1
-
-    def __init__(self, in_c: Callable[..., None]) -> None:
-        box = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [8], "fp4_padded": False}
-        self.launch = driver.wrap_handle_tensordesc(in_c, {0: "tensordesc<fp32[8]>", 1: "*fp32"}, [box])
-
-
-def test_a_bound_launch_is_that_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Descriptors are encoded once; another release of triton may have another launcher, which is not bound then."""
-    launches, encoded = list[tuple[Any, ...]](), list[int]()
-
-    def encode(address: int, *_: Any) -> str:
-        encoded.append(address)
-        return f"map of {address}"
-
-    utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)  # triton 3.6, 3.9
-    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(utils=utils))
-    run, x = FromTriton(lambda *every: launches.append(every)), torch.zeros(8)
-    box = Descriptor(x, [8], [1], [8], None)
-    head = (4, 1, 1, 7, "function", (), None, None, None)
-    run(*head, box, 5)
-    bound = Launch(run, head, ()).bound([box, 5])
-    assert bound is not None and launches == launches[:1] and len(encoded) == 2
-    bound()
-    bound()
-    assert launches[1:] == launches[:1] * 2 and len(encoded) == 2
-    run.global_scratch_size = 8
-    assert Launch(run, head, ()).bound([box, 5]) is None
-    assert Launch(lambda *_: None, head, ()).bound([box, 5]) is None
+def test_a_launch_is_repeated() -> None:
+    """A kernel that needs scratch memory, and one of a launcher that is not known, cannot be read from a capture."""
+    launches = list[tuple[Any, ...]]()
+    run = mock.Mock(side_effect=lambda *every: launches.append(every), global_scratch_size=0, profile_scratch_size=0)
+    made = Launch(run, (4, 1, 1, 7, "function"), (5,))
+    made.repeat([6])
+    made.repeat([6], 8)
+    assert launches == [(4, 1, 1, 7, "function", 6), (4, 1, 1, 8, "function", 6)] and made.is_readable
+    run.profile_scratch_size = 8
+    assert not made.is_readable and not Launch(print, made.head, ()).is_readable
 
 
 def test_a_profiler_of_triton_sees_launches(monkeypatch: pytest.MonkeyPatch) -> None:

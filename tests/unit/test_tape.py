@@ -1,27 +1,32 @@
 """Repeated calls ask for what ordinary ones ask for, in the same order and on the same streams. CPU, one process.
 
 The host code of the real kernels runs over streams and a launcher that only write a log. There, an address is an offset
-in an input or in an allocation of the call, or that of memory that stays.
+in an input or in an allocation of the call, or that of memory that stays. Repeated calls ask from Python, or by lists
+of commands of a driver whose functions write the same log.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.attention import gather_by_heads, schedule, sections, tape
+from ringflash.attention import gather_by_heads, recorder, schedule, sections, tape
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.sections import Sections
-from ringflash.comm import call_numbers
+from ringflash.comm import call_numbers, driver
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
@@ -41,7 +46,9 @@ class Log(TorchDispatchMode):
         super().__init__()
         self.lines: list[Any] = []
         self.stream: Any = "caller"
-        self.numbers: dict[int, int] = {}  # of events
+        self.num_records = 0
+        self.numbers: dict[int, int] = {}  # of the last records of events, by their handles
+        self.awaited: list[tuple[Any, ...]] = []  # words of the peers
         self.events: list[Any] = []
         self.unread: list[torch.Tensor] = []
         self.inputs: Inputs = ()
@@ -79,15 +86,22 @@ class Log(TorchDispatchMode):
             return "box", self.place(x.base.data_ptr()), x.shape, x.strides, x.block_shape
         return self.place(x) if isinstance(x, int) else x
 
+    def copy(self, stream: str, target: int, source: int, num_bytes: int) -> None:
+        self.say("copy", stream, self.place(target), self.place(source), num_bytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or "nan" in str(args[1:]) or "fill_.Tensor" in str(func):  # new memory of all tests
             return out
+        if func is torch.ops.aten.copy_.default:
+            self.copy(self.stream, args[0].data_ptr(), args[1].data_ptr(), args[0].nbytes)
+            return out
         made = [x for x in (out,) if isinstance(x, torch.Tensor) and x is not args[0]]
-        name = "empty" if func in tape.ALLOCATIONS else str(func)
+        name = "empty" if func in recorder.ALLOCATIONS else str(func)
         on_host = bool(made) and made[0].dtype == torch.int64  # the words of the peers
-        self.say(name, "host" if on_host else self.stream, *[(x.shape, x.stride(), x.dtype) for x in made])
-        self.lines.append([self.value(x) for x in args] if func not in tape.ALLOCATIONS else [])
+        if not on_host:
+            self.say(name, self.stream, *[(x.shape, x.stride(), x.dtype) for x in made])
+            self.lines.append([self.value(x) for x in args] if func not in recorder.ALLOCATIONS else [])
         for x in made:
             self.allocated.append((x.data_ptr(), x.nbytes, StorageWeakRef(x.untyped_storage())))
         return out
@@ -97,10 +111,11 @@ class Stream:
     """A stream that writes to the log of the present call."""
 
     def __init__(self, name: str = "lane", **_: object) -> None:
-        self.name, self.cuda_stream = str(name), 0
+        self.name, self.cuda_stream, self.device_index = str(name), len(STREAMS), 0
+        STREAMS.append(self.name)
 
-    def record_event(self) -> Any:
-        event = Event()
+    def record_event(self, event: Any = None) -> Any:
+        event = event or Event()
         event.record(self)
         return event
 
@@ -108,16 +123,36 @@ class Stream:
 class Event:
     """An event that writes to the log of the present call."""
 
+    def __init__(self) -> None:
+        self.cuda_event = next(HANDLES)
+        ALIVE[self.cuda_event] = self
+
     def record(self, stream: Stream) -> None:
-        log = LOGS[-1]
-        log.numbers[id(self)] = len(log.events)
-        log.events.append(self)
-        log.say("record", stream.name)
+        LOGS[-1].events.append(self)
+        record(self.cuda_event, stream.cuda_stream)
 
     def wait(self, stream: Stream) -> None:
-        LOGS[-1].say("wait", stream.name, LOGS[-1].numbers[id(self)])
+        wait(stream.cuda_stream, self.cuda_event)
 
 
+def record(event: int, stream: int) -> int:
+    """Stand in for cuEventRecord."""
+    log = LOGS[-1]
+    log.say("record", STREAMS[stream])
+    log.num_records += 1
+    log.numbers[event] = log.num_records
+    return 0 if event in ALIVE else 400
+
+
+def wait(stream: int, event: int, flags: int = 0) -> int:
+    """Stand in for cuStreamWaitEvent."""
+    LOGS[-1].say("wait", STREAMS[stream], LOGS[-1].numbers[event])
+    return 0
+
+
+HANDLES = itertools.count(1000)
+ALIVE = WeakValueDictionary[int, Event]()
+STREAMS: list[str] = []  # names, by handle
 LOGS: list[Log] = []  # the last one is that of the present call
 CALLER = Stream("caller")
 
@@ -158,9 +193,9 @@ class Run:
 
 def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **constants: Any) -> None:
     """Stand in for `Launcher.__call__`."""
-    head = num_programs, LOGS[-1].stream, id(kernel)
+    head = num_programs, 1, 1, STREAMS.index(LOGS[-1].stream), id(kernel)
     made = Launch(Run(), head, (*args, *constants.values()))
-    made.run(*made.head, *made.args)
+    made.repeat(made.args)
     if launcher.observer.tell is not None:
         launcher.observer.tell(made)
 
@@ -168,7 +203,75 @@ def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **cons
 def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int], _: object) -> None:
     """Stand in for `call_numbers.expect`."""
     LOGS[-1].unread.append(words)
-    LOGS[-1].say("expect", LOGS[-1].numbers[id(event)], LOGS[-1].place(words.data_ptr()), number, senders)
+    LOGS[-1].awaited.append((LOGS[-1].numbers[event.cuda_event], LOGS[-1].place(words.data_ptr()), number, senders))
+
+
+class FakeDriver(driver.Driver):
+    """A driver that writes to the log of the present call. A captured launch writes to a log of its own."""
+
+    error = 0  # of copies
+
+    def __init__(self) -> None:
+        self.launches = list[Any]()
+        self._library = SimpleNamespace(cuGetErrorString=self.explain)
+        stands_in = record, wait, self.write, self.copy, self.launch, self.replace
+        numbers = 2, 3, 4, 4, 11, 2
+        self.kept = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * count)(function)
+            for function, count in zip(stands_in, numbers, strict=True)
+        ]
+        addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.kept]
+        self.functions = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.issue = driver.compiled()
+
+    def write(self, stream: int, address: int, word: int, flags: int) -> int:
+        LOGS[-1].say("aten.fill_.Scalar", STREAMS[stream])
+        LOGS[-1].lines.append([LOGS[-1].place(address), word])
+        return 0
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        LOGS[-1].copy(STREAMS[stream], target, source, num_bytes)
+        return self.error
+
+    def explain(self, error: int, text: Any) -> None:
+        text._obj.value = f"as {error}".encode()
+
+    def replace(self, at: int, address: int) -> int:
+        ctypes.c_uint64.from_address(at).value = address
+        return 0
+
+    @contextmanager
+    def _captured(self, launch: Callable[[Any], object]) -> Iterator[Any]:
+        log = Log()
+        LOGS.append(log)
+        log.place = lambda address: address  # type: ignore[method-assign]
+        launch(CALLER)
+        LOGS.pop()
+        self.launches.append(log.lines[0])
+        params = [
+            (ctypes.c_uint64 * 16)(x[1] if isinstance(x, tuple) else x) for x in log.lines[0] if type(x) in (int, tuple)
+        ]
+        self.sizes = [128 if isinstance(x, tuple) else 8 for x in log.lines[0] if type(x) in (int, tuple)]
+        self.kept += params
+        found = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
+        yield driver._NodeParams(function=len(self.launches), params=found)
+
+    def _sizes(self, node: Any) -> list[int]:
+        return self.sizes
+
+    def launch(self, function: int, *others: int) -> int:
+        *_, stream, params, _ = others
+        log, template = LOGS[-1], list(self.launches[function - 1])
+        numbers = [place for place, x in enumerate(template) if type(x) in (int, tuple)]
+        for place, param in zip(numbers, (ctypes.c_uint64 * len(numbers)).from_address(params), strict=True):
+            x, got = template[place], log.place(ctypes.c_int64.from_address(param).value)
+            template[place] = ("box", got, *x[2:]) if isinstance(x, tuple) else got
+        if template[0] == "barrier":
+            template[1] = STREAMS[stream]
+        else:
+            template[4] = stream
+        log.say(*template)
+        return 0
 
 
 @pytest.fixture(autouse=True)
@@ -180,9 +283,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(Launcher, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(
-        copy_engine.Copies, "__call__", lambda copies, stream: LOGS[-1].say("copies", stream.name, id(copies))
+        copy_engine.Copies,
+        "__call__",
+        lambda copies, stream: [LOGS[-1].copy(stream.name, *each) for each in zip(*copies._arrays, strict=True)],
     )
+    monkeypatch.setattr(recorder, "new_event", lambda _: Event())
+    monkeypatch.setattr(driver, "new_event", lambda _: Event())
     monkeypatch.setattr(call_numbers, "expect", expect)
     with cuda_properties(132):
         yield
@@ -251,10 +359,27 @@ class Calls:
             saved = dout, torch.zeros_like(lse), q, k, v, out, lse, row_max
             lines_of(lines, call.backward, *saved)
         return lines + [
-            (LOGS[index - 2].numbers[id(event)], what, values)
+            (LOGS[index - 2].numbers[event.cuda_event], what, values)
             for index, call_in_flight in enumerate(watched)
             for event, what, values in call_in_flight.markers
         ]
+
+
+def apart(lines: list[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
+    """Return the requests to the device, and what was allocated and freed, with the number of requests before it.
+
+    What is freed between two allocations is sorted.
+    """
+    requests, memory, freed = list[Any](), list[tuple[Any, int]](), list[tuple[Any, int]]()
+    for line in lines:
+        if line and line[0] == "freed":
+            freed.append((line, len(requests)))
+        elif line and line[0] == "empty":
+            memory += [*sorted(freed), (line, len(requests))]
+            freed = []
+        elif line:
+            requests.append(line)
+    return requests, memory + sorted(freed)
 
 
 def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor | None) -> Any:
@@ -264,13 +389,17 @@ def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *g
     LOGS.append(log)
     with log:
         results = call(*given)
-    log.say("results", *[(log.place(x.data_ptr()), x.shape, x.stride(), x.dtype) for x in results])
+    log.say("results", *[(log.place(x.data_ptr()), x.shape, x.stride(), x.dtype) for x in results], *log.awaited)
     lines += log.lines
     return results
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_repeated_call_asks_for_the_same(name: str) -> None:
+@pytest.mark.parametrize("in_c", [False, True])
+def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = FakeDriver() if in_c else None
+    for module in (recorder, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
     calls = Calls(CASES[name])
     for _ in range(2):  # the areas grow
         calls.log(1, repeat=False)
@@ -280,8 +409,13 @@ def test_a_repeated_call_asks_for_the_same(name: str) -> None:
     with mock.patch.object(HeadGather, "_run", mock.Mock(side_effect=AssertionError("not repeated"))):
         repeated = calls.log(7, repeat=True), calls.log(7, repeat=True, one_storage=CASES[name].num_blocks == 1)
     assert recorded == ordinary and len(ordinary) > 30
+    requests, memory = apart(ordinary)
     for got in repeated:
-        assert got == ordinary
+        assert got == ordinary or in_c
+        same, moved = apart(got)
+        assert same == requests and [line for line, _ in moved] == [line for line, _ in memory]
+        for (line, place), (_, now) in zip(memory, moved, strict=True):
+            assert now <= place if line[0] == "empty" else now >= place
 
 
 def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
@@ -307,6 +441,19 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     for _ in range(3):
         made.record(Memory(), (torch.zeros(1),), issue)
     assert made.calls == 3 and not made.steps
+
+
+def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = FakeDriver()
+    for module in (recorder, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    calls = Calls(Case())
+    for _ in range(5):
+        calls.log(1, repeat=True)
+    known.error = 700
+    with mock.patch.object(Memory, "join") as join, pytest.raises(RuntimeError, match="CUDA error 700: as 700"):
+        calls.log(1, repeat=True)
+    assert join.called and LOGS[-1].stream == "caller" and not LOGS[-1].awaited
 
 
 @pytest.mark.parametrize("failing", [0, 5, 11, 17])

@@ -29,7 +29,6 @@ from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import buffers, copy_engine
 from ringflash.sequence.mask import Documents, SequenceMask
-from tests.multi_gpu.test_ring_on_gpus import over
 
 GPU = torch.device("cuda")
 
@@ -42,6 +41,8 @@ class Messages:
 
 
 NO_NCCL = mock.patch.object(transport, "PointToPoint", Messages)
+OUT_OF_REACH = copy_engine.OutOfReach("no peer access")
+NOT_PERMITTED = copy_engine.NoCopyEngine("pidfd_getfd: not permitted")
 HERE = ["host0", "gpu0", []], ["host0", "gpu1", []]
 
 
@@ -86,9 +87,10 @@ def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem, chosen", [(None, "copy_engine"), (copy_engine.OutOfReach("two hosts"), "nccl")], ids=["reach", "no reach"]
+    "problem, chosen", [(None, "copy_engine"), (OUT_OF_REACH, "nccl"), (NOT_PERMITTED, "nccl")], ids=str
 )
-def test_auto_takes_the_copy_engine_in_reach(problem: Exception | None, chosen: str) -> None:
+def test_auto_takes_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine | None, chosen: str) -> None:
+    """The reason why auto does without is said, except of ranks that are out of reach."""
     group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
@@ -97,18 +99,10 @@ def test_auto_takes_the_copy_engine_in_reach(problem: Exception | None, chosen: 
     ):
         names = [transport.choose_transport(name, group, GPU) for name in ("auto", "nccl", "copy_engine")]
         assert names == [transport.UNDECIDED, "nccl", "copy_engine"]
-        opened = transport.open_transport(transport.UNDECIDED, group)
+        with pytest.warns(UserWarning, match="pidfd_getfd") if problem is NOT_PERMITTED else nullcontext():
+            opened = transport.open_transport(transport.UNDECIDED, group)
         assert transport.transport_name(opened) == chosen
         assert transport.choose_transport("auto", group, GPU) == chosen
-        with mock.patch.object(plan, "known_split", lambda group: HostSplit(1, 2)):
-            call = CallOptions(group), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
-            assert plan._choose_algorithm(call[0], "hopper", call[1])[1] == chosen
-            _, taken, reason = plan._choose_algorithm(call[0], "flash2", call[1])
-            assert taken == "nccl" and (
-                chosen == "nccl" or reason.startswith("impl 'flash2' is not used over the copy")
-            )
-            with over("copy_engine"):  # tests on GPUs take the transport that they name
-                assert plan._choose_algorithm(call[0], "flash2", call[1])[1] == "copy_engine"
         assert transport.open_transport(chosen, group) is opened
 
 
@@ -126,16 +120,7 @@ def test_transport_argument_names_algorithms_too(name: str, algorithm: object, m
         mock.patch.object(transport, "backend_of", lambda group, device: "nccl"),
         mock.patch.object(plan, "known_split", lambda group: HostSplit(2, 2)),
     ):
-        assert plan._choose_algorithm(CallOptions(group, transport=name), "hopper", shape)[:2] == (algorithm, moved_by)
-
-
-def test_auto_says_why_it_does_without_the_copy_engine() -> None:
-    group, memory = mock.Mock(_device_types=()), mock.Mock()
-    memory.side_effect = copy_engine.NoCopyEngine("pidfd_getfd: not permitted")
-    patched = mock.patch.object(transport, "CopyEngine", memory)
-    with patched, NO_NCCL, pytest.warns(UserWarning, match="pidfd_getfd"):
-        opened = transport.open_transport(transport.UNDECIDED, group)
-        assert transport.transport_name(opened) == "nccl"
+        assert plan._choose_algorithm(CallOptions(group, transport=name), shape)[:2] == (algorithm, moved_by)
 
 
 class Part(Messages):
@@ -148,9 +133,7 @@ class Part(Messages):
         return self
 
 
-@pytest.mark.parametrize(
-    "problem", [None, copy_engine.OutOfReach("no peer access"), copy_engine.NoCopyEngine("pidfd_getfd: not permitted")]
-)
+@pytest.mark.parametrize("problem", [None, OUT_OF_REACH, NOT_PERMITTED])
 def test_heads_travel_over_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine | None) -> None:
     group, memory = mock.Mock(_device_types=(), rank=lambda: 3), mock.Mock()
     memory.side_effect = problem
@@ -158,7 +141,7 @@ def test_heads_travel_over_the_copy_engine_in_reach(problem: copy_engine.NoCopyE
     with (
         mock.patch.object(transport, "CopyEngine", memory),
         mock.patch.object(transport, "PointToPoint", Part),
-        nullcontext() if not problem or isinstance(problem, copy_engine.OutOfReach) else warned,
+        warned if problem is NOT_PERMITTED else nullcontext(),
     ):
         opened = transport.exchange_memory(group, HostSplit(2, 2), GPU)
         assert transport.exchange_memory(group, HostSplit(2, 2), GPU) is opened

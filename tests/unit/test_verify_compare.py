@@ -29,10 +29,14 @@ def observation(dtype: torch.dtype = torch.float64) -> Observation:
     )  # fmt: skip
 
 
-def failed(got: Observation) -> list[Check]:
-    baseline = observation(torch.bfloat16)
-    runs = Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
-    return [check for check in compare(runs) if check.failed]
+def runs_of(got: Observation, want: Observation | None = None, baseline: Observation | None = None) -> Runs:
+    """The run, the truth and the baseline in bf16."""
+    baseline = baseline or observation(torch.bfloat16)
+    return Runs(got, want or observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+
+
+def failed(got: Observation, baseline: Observation | None = None) -> list[Check]:
+    return [check for check in compare(runs_of(got, baseline=baseline)) if check.failed]
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
@@ -67,8 +71,7 @@ def test_a_baseline_that_overflows_lets_nothing_pass() -> None:
         baseline, got = observation(torch.bfloat16), observation(torch.bfloat16)
         baseline.layers["layers.1"][:, 3] = float("inf")
         got.layers["layers.1"][:, 3] = value
-        checks = compare(Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps))
-        assert [(c.name, c.failed) for c in checks if c.failed] == [("layer outputs", ["layers.1"])]
+        assert [(c.name, c.failed) for c in failed(got, baseline)] == [("layer outputs", ["layers.1"])]
 
 
 def test_logits_that_no_run_has_say_why() -> None:
@@ -97,7 +100,7 @@ def test_a_missing_gradient_and_a_missing_loss_fail() -> None:
 def test_a_loss_that_fails_is_explained(got: dict[str, float], want: float, hint: str) -> None:
     """Also one that cp=N does not report, and one that is 0 at cp=1."""
     seen, truth = replace(observation(), eval_losses=got), replace(observation(), eval_losses={"eval loss": want})
-    runs = Runs(seen, truth, truth, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+    runs = runs_of(seen, truth, truth)
     (check,) = (check for check in compare(runs) if check.failed)
     first, found = explain(check, runs, [], ShardedPositions(SEQLEN, 2, "zigzag"))
     assert first == "evaluation loss: eval loss" and found.startswith(hint)
@@ -113,8 +116,7 @@ def test_parameter_of_lucky_rounding_passes() -> None:
     """Its baseline happens to be exact; the usual error of the others is its budget."""
     baseline, got = observation(torch.bfloat16), observation(torch.bfloat16)
     baseline.gradients["w0"] = observation().gradients["w0"]
-    runs = Runs(got, observation(), baseline, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
-    assert not any(check.failed for check in compare(runs))
+    assert not failed(got, baseline)
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(1.8, True), (2.5, False), (float("nan"), False)])
@@ -123,7 +125,7 @@ def test_the_largest_error_of_all_baselines_counts(factor: float, passes: bool) 
     got, first, *more = (observation(torch.bfloat16) for _ in range(4))
     got.layers["layers.1"][:, 9] += 0.02 * factor
     more[1].layers["layers.1"][:, 9] += 0.02
-    runs = Runs(got, observation(), first, NUM_CHUNKS, torch.finfo(torch.bfloat16).eps)
+    runs = runs_of(got, baseline=first)
     assert [check.failed for check in compare(runs) if check.failed] == [["layers.1"]]
     errors = tuple(errors_of(seen, runs) for seen in more)
     assert not any(check.failed for check in compare(replace(runs, more=errors))) == passes

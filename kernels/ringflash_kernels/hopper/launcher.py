@@ -5,11 +5,8 @@ A launch is the call that triton's `JITFunction.run` makes after its inspection,
 
 from __future__ import annotations
 
-import copy
-import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,28 +27,20 @@ class Launch(NamedTuple):
     head: tuple[Any, ...]
     args: tuple[Any, ...]
 
-    def bound(self, args: Sequence[Any]) -> Callable[[], object] | None:
-        """Return the launch with other arguments and its descriptors encoded, which may be repeated.
+    @property
+    def is_readable(self) -> bool:
+        """True if the launch passes only its arguments to the kernel: triton allocates no scratch memory for it."""
+        sizes = (getattr(self.run, name, 1) for name in ("global_scratch_size", "profile_scratch_size"))
+        return not any(sizes)
 
-        triton encodes descriptors in Python at each launch, which takes longer than the launch itself. None if its
-        launcher has not the form that it has in the releases of `environment`, or if the kernel needs scratch memory.
-        """
-        launch, given = getattr(self.run, "launch", None), list[tuple[Any, ...]]()
-        if launch is None or self.run.global_scratch_size or self.run.profile_scratch_size:
-            return None
-        note: Callable[..., None] = lambda *every: given.append(every)  # noqa: E731
-        if isinstance(launch, FunctionType):  # encodes, and calls the variable `launcher`, which is in C
-            cells = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
-            if "launcher" not in cells:
-                return None
-            in_c, cells["launcher"] = cells["launcher"].cell_contents, CellType(note)
-            note = FunctionType(launch.__code__, launch.__globals__, closure=tuple(cells.values()))
-        else:
-            in_c = launch
-        noting = copy.copy(self.run)
-        noting.launch = note
-        noting(*self.head, *args)
-        return functools.partial(in_c, *given[0])
+    @property
+    def stream(self) -> int:
+        """Handle of the stream."""
+        return self.head[3]
+
+    def repeat(self, args: Sequence[Any], stream: int | None = None) -> None:
+        """Launch with other arguments, by default on the same stream."""
+        self.run(*self.head[:3], self.stream if stream is None else stream, *self.head[4:], *args)
 
 
 class Observer(threading.local):

@@ -16,25 +16,22 @@ import torch
 from ringflash_kernels.mask import Mask, check_capture
 
 _MAX_BLOCK = 128  # keys of a block, at most
-SHORT_BLOCKS, SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 
 
 class Walks(NamedTuple):
-    """Tables of a launch; whether the walks are short and mostly unmasked; blocks of the longest one, and of all.
+    """Tables of a launch, and blocks of their walks.
 
-    Tiles with short walks end at the same blocks, those of their documents, and so may go down from there together.
-
-    tiles: (num_walks, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
-        There is one walk for each tile, unless they are cut into parts.
+    tiles: (num_tiles, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
     stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
         tile above that visits these blocks, or -1; ascending within a tile.
+    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most.
     """
 
     tiles: torch.Tensor
     stretches: torch.Tensor
-    are_short: bool
-    longest: int
     blocks: int
+    masked: int
+    longest: int
 
 
 def walks(
@@ -45,15 +42,12 @@ def walks(
     block: int,
     *,
     near: bool = False,
-    most_blocks: int | None = None,
     ordered: bool = False,
 ) -> Walks:
     """Return the walks over all columns of the tiles of the rows [first, end), cached with the mask.
 
     Args:
         near: launch tiles that visit the same blocks together (`_near_together`); otherwise the longest tiles first.
-        most_blocks: cut longer walks into parts, launched in the order of their first blocks. Tiles that visit no block
-            have no walk.
         ordered: find the previous tile of each stretch, for sums in a fixed order.
     """
     device = torch.device(device)
@@ -61,22 +55,15 @@ def walks(
     def make() -> Walks:
         check_capture(device)
         tiles, stretches = _new_walks(mask, rows, tile_rows, block)
-        if most_blocks is not None:
-            tiles, stretches = _in_parts(tiles, stretches, most_blocks)
-            order = torch.argsort(stretches[tiles[:, 1].long(), 0], stable=True)
-        elif near:
-            order = _near_together(tiles, stretches, tile_rows // block + 1)
-        else:
-            order = _longest_first(tiles[:, 3])
+        order = _near_together(tiles, stretches, tile_rows // block + 1) if near else _longest_first(tiles[:, 3])
         tiles = tiles[order].contiguous()
         blocks = stretches[:, 1] - stretches[:, 0]
-        total, masked = int(blocks.sum()), int((blocks * stretches[:, 2]).sum())
-        are_short = total <= SHORT_BLOCKS * len(tiles) and masked <= SHORT_MASKED * total
+        totals = int(blocks.sum()), int((blocks * stretches[:, 2]).sum()), int(tiles[:, 3].max())
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), are_short, int(tiles[:, 3].max()), total)
+        return Walks(tiles.to(device), stretches.to(device), *totals)
 
-    return mask.cached(("walks", device, rows, tile_rows, block, near, most_blocks, ordered), make)
+    return mask.cached(("walks", device, rows, tile_rows, block, near, ordered), make)
 
 
 class Limits(NamedTuple):
@@ -133,25 +120,6 @@ def _near_together(tiles: torch.Tensor, stretches: torch.Tensor, shared: int) ->
     tree = (visits & (begin + shared >= reached)).cumsum(0)
     longest = torch.zeros(int(tree[-1]) + 1, dtype=torch.int64, device="cpu").scatter_reduce_(0, tree, blocks, "amax")
     return _longest_first(longest[tree])
-
-
-def _in_parts(tiles: torch.Tensor, stretches: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut walks into equal parts of at most `most` blocks."""
-    number, _, _, blocks = tiles.long().unbind(1)
-    begin, end, masked, _ = stretches.unbind(1)
-    places = torch.nn.functional.pad((end - begin).cumsum(0), (1, 0))  # of stretches in all walks, one after the other
-    starts = blocks.cumsum(0) - blocks
-    counts = -(-blocks // most)
-    walk = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), counts)
-    part = torch.arange(len(walk), device="cpu") - (counts.cumsum(0) - counts)[walk]
-    starts = starts[walk] + blocks[walk] * part // counts[walk]
-    edges = torch.cat([places, starts]).unique()
-    of = torch.searchsorted(places, edges[:-1], right=True) - 1
-    begin = begin[of] + edges[:-1] - places[of]
-    first = torch.searchsorted(edges, starts)
-    stretches = torch.stack([begin, begin + edges.diff(), masked[of], torch.zeros_like(begin)], 1).int()
-    sizes = (torch.cat([x, x.new_tensor([last])]).diff() for x, last in ((first, len(stretches)), (starts, edges[-1])))
-    return torch.stack([number[walk], first, *sizes], 1).int(), stretches.contiguous()
 
 
 def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.transport.lanes import Marker, T
+from ringflash.comm.transport.lanes import Commands, Marker, T
 
 BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
 
@@ -79,10 +79,15 @@ class GroupAreas(Protocol):
     def wait(self, *markers: Marker) -> None:
         """Order the current stream after these markers."""
 
-    def step(self, work: Callable[..., None], *args: Any) -> None:
+    def step(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
         """Run `work(*args)`, which uses the current stream.
 
-        A repetition of the call runs it again, with its own number, watched call, markers and results of `note`.
+        A repetition of the call runs it again, with its own number, watched call, markers and results of `note`; or it
+        issues the commands that ask for the same.
+
+        Args:
+            commands: returns these for a stream, given a function that finds the index of the result of a `note`.
+                None, or if it returns None: there are none.
         """
 
     def note(self, work: Callable[..., T], *args: Any) -> T:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.driver import Command, copies_command, copy_command
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -39,6 +40,7 @@ class Copies:
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
         self._pairs, self._device = tuple(pairs), device
+        self._in_one_call = False
         count = len(self._pairs)
         self._arrays = (
             (ctypes.c_uint64 * count)(*(target.data_ptr() for target, _ in self._pairs)),
@@ -49,9 +51,17 @@ class Copies:
     def __call__(self, stream: torch.cuda.Stream) -> None:
         """Run the copies on the current stream, which must not be the default stream."""
         batch = _driver_batch() if len(self._pairs) > 1 else None
-        if batch is None or capturing(self._device) or self._refused(batch, stream):  # graphs do not support batches
+        # Graphs do not support batches.
+        self._in_one_call = not (batch is None or capturing(self._device) or self._refused(batch, stream))
+        if not self._in_one_call:
             for target, source in self._pairs:
                 target.copy_(source, non_blocking=True)
+
+    def commands(self, stream: int) -> list[Command]:
+        """Return the copies as commands for the driver, in one if they last were."""
+        if self._in_one_call:
+            return [copies_command(stream, _driver_batch(), self._arrays, _ATTRIBUTES, _FROM_THE_FIRST)]
+        return [copy_command(stream, *one) for one in zip(*self._arrays, strict=True)]
 
     def _refused(self, batch: Callable[..., int], stream: torch.cuda.Stream) -> bool:
         """Run the batch; return True if the driver refused some or all of the copies."""

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
 from ringflash.comm.communicator import register_members, register_peers
+from ringflash.comm.driver import Command, plain_launch
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies
@@ -134,13 +135,27 @@ class CopyEngine(Lanes):
             for batch in batches:
                 batch(stream)
 
-        return functools.partial(self.step, move)
+        def commands(stream: int, _: object) -> list[Command]:
+            return [one for batch in batches for one in batch.commands(stream)]
+
+        return functools.partial(self.step, move, commands=commands)
 
     def barrier(self, channel: int) -> None:
-        self.step(self._pass_barrier, channel)
+        self.step(self._pass_barrier, channel, commands=functools.partial(self._barrier_commands, channel))
+        self.note(self._count_barrier)
 
     def _pass_barrier(self, channel: int) -> None:
         self._pad[1].barrier(channel, self._timeout_ms)
+
+    def _barrier_commands(self, channel: int, stream: int, _: object) -> list[Command] | None:
+        def launch(captured: torch.cuda.Stream) -> None:
+            with torch.cuda.stream(captured):
+                self._pass_barrier(channel)
+
+        made = plain_launch(launch, stream)
+        return None if made is None else [made]
+
+    def _count_barrier(self) -> None:
         self.num_posted += 1
 
     def release(self) -> None:

@@ -48,6 +48,9 @@ class ViewCache:
         self._entries = {key: (made, areas) for key, (made, areas) in entries.items() if area not in areas}
 
 
+Commands = Callable[[int, Callable[[object], int]], list[Any] | None]
+
+
 class CallRecorder(Protocol):
     """Recorder of a call, told what concerns streams."""
 
@@ -55,7 +58,7 @@ class CallRecorder(Protocol):
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None: ...
 
-    def step(self, work: Callable[..., None], args: tuple[Any, ...]) -> None: ...
+    def step(self, work: Callable[..., None], args: tuple[Any, ...], commands: Commands | None) -> None: ...
 
     def note(self, work: Callable[..., T], args: tuple[Any, ...]) -> T: ...
 
@@ -97,11 +100,11 @@ class Lanes:
     def wait(self, *markers: Marker) -> None:
         self._wait(self.current(), markers)
 
-    def step(self, work: Callable[..., None], *args: Any) -> None:
+    def step(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
         if self.recorder is None:
             work(*args)
         else:
-            self.recorder.step(work, args)
+            self.recorder.step(work, args, commands)
 
     def note(self, work: Callable[..., T], *args: Any) -> T:
         return work(*args) if self.recorder is None else self.recorder.note(work, args)

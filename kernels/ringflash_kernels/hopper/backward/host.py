@@ -37,9 +37,10 @@ _L2_BYTES_PER_SECTION = 16 * 2**20
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
-# Walks are cut into parts of this many blocks if a tile visits more than this share of the blocks of an SM.
-_PART_BLOCKS, _LONG_TILE = 64, 0.25
 _FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
+_LONG_TILE = 0.25  # of the blocks that each SM visits
+_HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
+_SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -115,12 +116,11 @@ class HopperBackward:
         check_gradients(k, dk, dv, accumulate)
         hop = hop_of(mask, k.device)
         group = self._group(k, hop)
-        tables = self._tables(mask, hop, k, group)
-        in_parts = group < self.q.shape[2] // k.shape[2] or tables.in_parts
+        in_parts = group < self.q.shape[2] // k.shape[2]
         with written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
                 with device_guard(k.device):
-                    self._add_keys(k, v, hop, tables, group, dk, dv, adds)
+                    self._add_keys(k, v, mask, hop, group, dk, dv, adds)
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
@@ -179,8 +179,8 @@ class HopperBackward:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
+        mask: Mask,
         hop: HopRectangle,
-        tables: Tables,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -189,8 +189,10 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
+        tables = self._tables(mask, hop, k.device, num_groups)
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
-        num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
+        heads_together = max(heads_together, tables.heads_together)
+        num_tiles = -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)
         if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
             at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
@@ -281,24 +283,22 @@ class HopperBackward:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
-    def _tables(self, mask: Mask, hop: HopRectangle, k: torch.Tensor, group: int) -> Tables:
-        """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty.
-
-        If one tile takes long, all are cut into parts, whose dK and dV are added up: so SMs end at the same time, and
-        tiles that see the same rows run at the same time.
-        """
+    def _tables(self, mask: Mask, hop: HopRectangle, device: torch.device, num_groups: int) -> Tables:
+        """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty."""
         if not hop.two_sided:
             return Tables()
-        side, device, block_n = mask.cached("transposed", mask.transposed), k.device, self.tiles.block_n
-        rows, groups = (0, side.seqlen_q), k.shape[0] * self.q.shape[2] // group
-        walk = walks(side, device, rows, block_n, 64, near=True, ordered=self.ordered)
-        is_long = walk.longest > max(_PART_BLOCKS, _LONG_TILE * walk.blocks * groups / SMS)
-        in_parts = is_long and not self.deterministic
-        if in_parts:
-            walk = walks(side, device, rows, block_n, 64, most_blocks=_PART_BLOCKS)
-        down = walk.are_short and not (hop.has_begins or self.ordered or self.tiles.wide or in_parts)
+        side, block_n = mask.cached("transposed", mask.transposed), self.tiles.block_n
+        walk = walks(side, device, (0, side.seqlen_q), block_n, 64, near=True, ordered=self.ordered)
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
-        return Tables(begins, walk[:2], len(walk.tiles), down, in_parts)
+        # Rows of short walks stay in L2 for several heads. A long tile of the last head would run by itself at the end,
+        # and in a fixed order tiles of one head wait for one another.
+        short = walk.blocks <= _SHORT_BLOCKS * len(walk.tiles)
+        together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
+        # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
+        most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
+        down = short and walk.masked <= _SHORT_MASKED * walk.blocks
+        down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
+        return Tables(begins, walk[:2], _largest_divisor(num_groups, most) if together else 1, down)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -386,16 +386,16 @@ class Tables(NamedTuple):
 
     Args:
         begins: first key of each row, if rows need them.
-        walks: tiles and stretches of `Walks`, and the number of walks.
-        down: walks go down from their last block, together: they are short, and few of their blocks are masked.
-        in_parts: several walks add to one tile's dK and dV.
+        walks: tiles and stretches of `Walks`.
+        heads_together: heads, or groups of heads, at least, whose tiles alternate in the order of the launch.
+        down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
+            same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
     """
 
     begins: TensorDescriptor | None = None
     walks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    num_walks: int = 0
+    heads_together: int = 1
     down: bool = False
-    in_parts: bool = False
 
 
 class HopRectangle(NamedTuple):

@@ -182,17 +182,16 @@ class _Products(host.HopperBackward):
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
         # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
-        tables = self._tables(mask, hop, dk, group)
-        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2] or tables.in_parts
+        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
         with host.written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
             if hop.num_rows:
-                self._launch(records, hop, tables, group, dk, dv, adds)
+                self._launch(records, mask, hop, group, dk, dv, adds)
 
     def _launch(
         self,
         records: torch.Tensor,
+        mask: Mask,
         hop: HopRectangle,
-        tables: host.Tables,
         group: int,
         dk: torch.Tensor,
         dv: torch.Tensor,
@@ -200,8 +199,9 @@ class _Products(host.HopperBackward):
     ) -> None:
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
-        heads_together = self._section(num_groups, hop.num_rows)
-        num_tiles = tables.num_walks or -(-hop.num_keys // BLOCK_K)
+        tables = self._tables(mask, hop, dk.device, num_groups)
+        heads_together = max(self._section(num_groups, hop.num_rows), tables.heads_together)
+        num_tiles = -(-hop.num_keys // BLOCK_K)
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
         keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)

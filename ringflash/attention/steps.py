@@ -1,0 +1,96 @@
+"""Steps of a repeated call, and what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ringflash.comm.call_numbers import CallNumber
+from ringflash.comm.driver import Command, CommandList, Driver, address_of, take_event
+from ringflash.comm.watchdog import CallInFlight, Unwatched
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Repetition:
+    """A call that repeats a tape.
+
+    Attributes:
+        tensors: the call's inputs, then what it allocates.
+        addresses: of these.
+        events: what it has recorded, and results of notes.
+    """
+
+    __slots__ = ("addresses", "events", "number", "tensors", "watched")
+
+    def __init__(
+        self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
+    ) -> None:
+        self.tensors, self.number, self.watched = list(tensors), number, watched
+        self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        self.events: list[Any] = [None] * num_events
+
+
+Step = Callable[[Repetition], None]
+
+
+class Address:
+    """Stand-in for the tensor of a descriptor."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def view_of(x: torch.Tensor, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that takes the same view as x of the tensor of its slot."""
+    shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
+    first = offset // dtype.itemsize
+
+    def view(base: torch.Tensor) -> torch.Tensor:
+        return base.as_strided(shape, strides, base.storage_offset() + first)
+
+    return view
+
+
+def recording(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> Step:
+    """Return the step that records an event, or a new one."""
+
+    def record(now: Repetition) -> None:
+        now.events[index] = stream.record_event(event)
+
+    return record
+
+
+def taking(index: int, stream: torch.cuda.Stream) -> Step:
+    """Return the step that takes an event for a command."""
+
+    def take(now: Repetition) -> None:
+        now.events[index] = take_event(stream)
+
+    return take
+
+
+def issuing(known: Driver, commands: list[Command]) -> Step:
+    """Return the step that issues a list of commands."""
+    places = sorted({command.value for command in commands if command.value >= 0})
+    values = {place: value for value, place in enumerate(places)}
+    made = CommandList(known, [command._replace(value=values.get(command.value, -1)) for command in commands])
+
+    def issue(now: Repetition) -> None:
+        made.issue(now.addresses, [address_of(now.events[place]) for place in places], now.number.word)
+
+    return issue
+
+
+def dropping(slot: int) -> Step:
+    def drop(now: Repetition) -> None:
+        now.tensors[slot] = None
+
+    return drop
