@@ -399,7 +399,9 @@ FAULTS_APART = {
     "an arrival is missing": ("backward.queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
     "dQ is staged over what leaves": ("backward.queries", "    tma_store_wait(1)\n", ""),
     "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
-    "proxy fence is missing": ("backward.queries", "    fence_async_shared()\n    if sm.ADD:", "    if sm.ADD:"),
+    "proxy fence is missing": (
+        "backward.queries", "    fence_async_shared()\n    if dq_desc.dtype", "    if dq_desc.dtype",
+    ),
     "phase of dO is inverted": (
         "backward.wide", "(sm.dout_full.index(slot), parity)", "(sm.dout_full.index(slot), parity ^ 1)",
     ),

@@ -612,6 +612,7 @@ def backward_keys(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr,
         stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        not (ORDERED or BOUNDS),
     )  # fmt: skip
     fence_async_shared()
     load_args = (

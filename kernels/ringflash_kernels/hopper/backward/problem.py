@@ -68,8 +68,8 @@ class BackwardProblem:
         row_start: first query row of the rectangle in the statistics and in the dQ accumulator, a multiple of 4
             (16 bytes); dq_rows: rows of one head there.
         num_tiles: key tiles of one head; group: query heads that one tile processes, with one dK and dV.
-        heads_together: heads (with group > 1, groups of heads) whose tiles alternate in launch order; without
-            BOUNDS the last heads_at_last, a multiple, do together.
+        heads_together: heads (with group > 1, groups of heads) whose tiles alternate in launch order; if
+            MORE_AT_LAST the last heads_at_last, a multiple, do together.
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
@@ -106,6 +106,7 @@ class BackwardProblem:
     BEGINS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
+    MORE_AT_LAST: gl.constexpr
 
     @gluon.jit
     def work(self, index):
@@ -115,7 +116,7 @@ class BackwardProblem:
         """
         first_head = 0
         together = self.heads_together
-        if not self.BOUNDS:
+        if self.MORE_AT_LAST:
             before = self.num_works - self.num_tiles * self.heads_at_last
             is_last = index >= before
             first_head = gl.where(is_last, before // self.num_tiles, 0)

@@ -430,7 +430,7 @@ def backward_queries(
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
         first_ptr, stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, False,
-        64, 2 * 64,
+        64, 2 * 64, False,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
