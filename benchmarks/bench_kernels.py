@@ -143,13 +143,14 @@ def ours(deterministic: bool = False) -> Contender:
     def build_backward(x: Inputs) -> Run | None:
         if x.row.kind == "hop":
             return None
-        out, dk, dv = torch.empty_like(x.dout), torch.empty_like(x.k), torch.empty_like(x.v)
+        out, dq, dk, dv = (torch.empty_like(t) for t in (x.dout, x.q, x.k, x.v))
         forward(x.q, x.k, x.v, x.mask, x.scale, out=out, lse=x.lse)
 
         def run() -> torch.Tensor:
-            backward = HopperBackward(x.dout, x.q, out, x.lse, softmax_scale=x.scale, deterministic=deterministic)
+            options = {"softmax_scale": x.scale, "deterministic": deterministic, "only_dq": dq}
+            backward = HopperBackward(x.dout, x.q, out, x.lse, **options)
             backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
-            return backward.finish()
+            return backward.finish(dq)
 
         return run
 

@@ -95,14 +95,15 @@ class RingOfHops:
             dq: as q.  dk, dv: as k, v.
         Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
         """
+        dq = _empty(q)
         gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic, row_max=row_max,
+            deterministic=self.deterministic, row_max=row_max, only_dq=dq if self.transport is None else None,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
-            return gradients.finish(_empty(q)), dk, dv
+            return gradients.finish(dq), dk, dv
         hops, operands = self.schedule.hops, self._operands(k, v, for_backward=True)
         kernel, add = implementation(self.impl, q, k, v), operands.add(gradients)
         with waiting(q.device):
@@ -112,7 +113,7 @@ class RingOfHops:
                 add(*arrived, hop.mask, *exchange.gradients_of(index), accumulate=True)
         with waiting(q.device):
             dk, dv = exchange.finish_gradients()
-        return gradients.finish(_empty(q)), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+        return gradients.finish(dq), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
     def num_posted(self) -> int:
         """Batches of messages that this rank has posted."""

@@ -78,6 +78,7 @@ def _narrow(recorder: Recorder) -> None:
         _backward(recorder, NARROW, mask)
     _forward(recorder, NARROW, "band", resume=True)
     _backward(recorder, NARROW, "band", accumulate=False)
+    _backward(recorder, NARROW, "band", only_dq=True)
     _exchange(recorder, NARROW)
 
 
@@ -145,6 +146,8 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
+    if head_dim == 192:
+        _backward(recorder, head_dim, "band", only_dq=True)
     if head_dim == 256:
         _backward(recorder, head_dim, "band", hops=2)
     for mask in ("band", "bounds", "ends") if head_dim == 128 else ("band",):
@@ -161,12 +164,13 @@ def _backward(
     out_dtype: torch.dtype | None = None,
     deterministic: bool = False,
     hops: int = 1,
+    only_dq: bool = False,
 ) -> None:
     words = [
         _label(head_dim),
         str(dtype)[6:],
         mask,
-        "" if accumulate else "store",
+        "only dq" if only_dq else "" if accumulate else "store",
         "fp32 out" if out_dtype else "",
         "deterministic" if deterministic else "",
     ]
@@ -175,14 +179,15 @@ def _backward(
     k, v = (k, v) if accumulate else (q, out)  # one KV head for each query head: stored without an fp32 buffer
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
     scale = 1 / math.sqrt(q.shape[3])
-    run = backward.HopperBackward(out, q, out, lse, softmax_scale=scale, deterministic=deterministic)
+    options = {"deterministic": deterministic, "only_dq": torch.empty_like(q) if only_dq else None}
+    run = backward.HopperBackward(out, q, out, lse, softmax_scale=scale, **options)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(x.shape, dtype=out_dtype) for x in (k, v))
     run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
     for _ in range(1, hops):
         recorder.variant = " ".join(word for word in (*words, "second hop") if word)
         run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
-    run.finish()
+    run.finish(options["only_dq"])
 
 
 def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:

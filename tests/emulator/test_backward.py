@@ -32,6 +32,7 @@ def _gradients(
     with_dlse: bool = False,
     whole_groups: bool = False,
     in_step: bool = False,
+    only_dq: bool = False,
 ):
     """dq, dk, dv of the kernels, of the oracle, and of the baseline.
 
@@ -39,6 +40,7 @@ def _gradients(
         fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
         in_step: tiles begin where the others are although the queries are few.
+        only_dq: the result of dq lies in a larger tensor, and is known from the start.
     """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
@@ -50,7 +52,9 @@ def _gradients(
         module._MANY_TILES = module.SMS = 1
     if in_step:
         module.IN_STEP_BYTES = 0
-    run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, dlse=dlse, deterministic=deterministic)
+    dq = torch.full((*q.shape[:3], 2 * q.shape[3]), torch.nan, dtype=q.dtype)[..., : q.shape[3]] if only_dq else None
+    options = {"dlse": dlse, "deterministic": deterministic, "only_dq": dq}
+    run = module.HopperBackward(dout, q, out, lse, softmax_scale=shape.scale, **options)
     if accumulate:
         dk, dv = (torch.full(x.shape, 0.5) for x in (k, v))
     elif fp32:
@@ -62,7 +66,7 @@ def _gradients(
     if accumulate:
         dk, dv = dk - 0.5, dv - 0.5
     names = ("dq", "dk", "dv")
-    got = dict(zip(names, (run.finish(), dk, dv), strict=True))
+    got = dict(zip(names, (run.finish(dq), dk, dv), strict=True))
     return got, {n: exact[n] for n in names}, {n: baseline[n] for n in names}
 
 
@@ -92,6 +96,34 @@ def test_stored_in_fp32(mask, num_heads):
     got, exact, baseline = _gradients(mask, Shape(num_heads=num_heads), accumulate=False, fp32=True)
     assert got["dk"].dtype == got["dv"].dtype == torch.float32
     assert_close(got, exact, baseline, num_chunks=_chunks(mask))
+
+
+@pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
+@pytest.mark.parametrize("widths", [(192,), (192, 128), (256,), (64,)], ids=str)
+def test_only_dq(mask, widths):
+    """Kernels of dQ store the result, if every query is in the hop's rectangle and head_dim is 192."""
+    shape = Shape(widths[0], 4, 2, value_dim=widths[-1])
+    assert_close(*_gradients(mask, shape, only_dq=True), num_chunks=_chunks(mask))
+
+
+def test_broken_promise_of_only_dq():
+    q, k, v, dout = inputs(_CAUSAL, Shape(192))
+    dq, dk, dv = torch.empty_like(q), torch.zeros(k.shape), torch.zeros(v.shape)
+    lse, module = torch.zeros(1, 2, 190), Emulator().load("backward.host")
+    run = module.HopperBackward(dout, q, q, lse, softmax_scale=1.0, only_dq=dq)
+    run.add(k, v, _CAUSAL, dk, dv)
+    with pytest.raises(ValueError, match="out must be the tensor that was given as only_dq, got another; leave"):
+        run.finish()
+    with pytest.raises(RuntimeError, match="add must be called once if only_dq is given, got another call; leave"):
+        run.add(k, v, _CAUSAL, dk, dv)
+
+
+def test_last_section_of_two_heads():
+    """Tiles of the first head, then those of the other two, which alternate."""
+    emulator = Emulator()
+    module = emulator.load("backward.host")
+    module._L2_BYTES_PER_SECTION, module.heads_at_last = 0, lambda *_: 2
+    assert_close(*_gradients(_CAUSAL, Shape(num_heads=3, num_kv_heads=3), emulator=emulator), num_chunks=2)
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP], ids=["band", "gap"])
@@ -331,7 +363,7 @@ FAULTS = {
         "backward.keys", "block = receive_number(sm.begin.index(slot))", "block = start",
     ),
     "an arrival is missing": ("backward.keys", "mbarrier.arrive(sm.q_empty.index(slot), count=1)", "pass"),
-    "staging buffers are overwritten while they leave": ("backward.keys", "tma_store_wait(0)", "pass"),
+    "staging buffers are overwritten while they leave": ("backward.dq", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("backward.keys", "fence_async_shared()", "pass"),
 }  # fmt: skip
 
@@ -367,7 +399,9 @@ FAULTS_APART = {
     "an arrival is missing": ("backward.queries", "mbarrier.arrive(sm.empty.index(v_slot), count=1)", "pass"),
     "dQ is staged over what leaves": ("backward.queries", "    tma_store_wait(1)\n", ""),
     "Q is given back while dQ leaves": ("backward.queries", "    tma_store_wait(0)\n", ""),
-    "proxy fence is missing": ("backward.queries", "    fence_async_shared()\n    if sm.ADD:", "    if sm.ADD:"),
+    "proxy fence is missing": (
+        "backward.queries", "    fence_async_shared()\n    if dq_desc.dtype", "    if dq_desc.dtype",
+    ),
     "phase of dO is inverted": (
         "backward.wide", "(sm.dout_full.index(slot), parity)", "(sm.dout_full.index(slot), parity ^ 1)",
     ),
@@ -377,12 +411,10 @@ FAULTS_APART = {
 
 # The same for additions to dQ in a fixed order: bits differ, or the emulator raises.
 FAULTS_IN_ORDER = {
-    "nobody waits for the previous tile": ("backward.keys", "order.wait_for_tile(previous, number, block)", "pass"),
+    "nobody waits for the previous tile": ("backward.dq", "order.wait_for_tile(previous, number, block)", "pass"),
     "launches share numbers": ("backward.host", "self._next_number += num_tiles", "pass"),
-    "dK is staged over what leaves": (
-        "backward.keys", "for ahead in gl.static_range(sm.DQ_BUFFERS)", "for ahead in ()",
-    ),
-    "phase of dQ is inverted": ("backward.keys", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
+    "dK is staged over what leaves": ("backward.dq", "for ahead in gl.static_range(sm.DQ_BUFFERS)", "for ahead in ()"),
+    "phase of dQ is inverted": ("backward.dq", "parity = step // WRITERS & 1", "parity = ~(step // WRITERS) & 1"),
 }  # fmt: skip
 
 

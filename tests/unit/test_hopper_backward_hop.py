@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ringflash_kernels.hopper.backward.host import hop_of
+from ringflash_kernels.hopper.backward.host import heads_at_last, hop_of
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -18,9 +18,7 @@ def visible(hop, num_rows, num_keys):
         if hop.has_bounds:
             first, stop = int(hop.bounds[0][key]), int(hop.bounds[1][key])
         else:
-            first = min(max(key + hop.first_shift, hop.min_row), hop.split)
-            first += min(max(key + hop.second_shift, hop.split), hop.num_rows) - hop.split
-            stop = min(max(key + hop.stop_shift, 0), hop.num_rows)
+            first, stop = hop.rows_seeing(key)
         if first < stop:
             dense[hop.q_start + first : hop.q_start + stop, hop.k_start + key] = True
     return dense
@@ -69,3 +67,11 @@ def test_rows_start_on_16_bytes():
     """The copy engine cannot read the statistics from an odd row; the rectangle grows, the mask does not."""
     hop = hop_of(Mask.of(50, 60, [Region(13, 40, 2, 57)]), torch.device("cpu"))
     assert hop.q_start == 12 and hop.min_row == 1
+
+
+@pytest.mark.parametrize("seqlen, num_groups, expected", [(49152, 3, 2), (32768, 8, 1), (20480, 8, 4)])
+def test_heads_at_last(seqlen, num_groups, expected):
+    """With one head at a time, SMs would wait 3% of the time in the first case, and 4% in the last."""
+    hop = hop_of(Mask.band(seqlen, seqlen, causal=True), torch.device("cpu"))
+    assert hop.steps_of_tiles(128) == list(range(seqlen // 64, 0, -2))
+    assert heads_at_last(hop, 128, num_groups, 24 // num_groups, 1) == expected

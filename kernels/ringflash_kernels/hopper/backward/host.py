@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -36,6 +37,7 @@ _L2_BYTES_PER_SECTION = 16 * 2**20
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
+_FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
 _LONG_TILE = 0.25  # of the blocks that each SM visits
 _HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
 _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
@@ -53,6 +55,7 @@ class HopperBackward:
         lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: repeated calls give bitwise equal gradients: key tiles add to dQ in a fixed order (wide heads
             always do), and one CTA sums the heads of a group.
+        only_dq: what `finish` will be given, if `add` is called once: it may write this without a sum in fp32.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """
 
@@ -66,6 +69,7 @@ class HopperBackward:
         softmax_scale: float,
         dlse: torch.Tensor | None = None,
         deterministic: bool = False,
+        only_dq: torch.Tensor | None = None,
     ) -> None:
         self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
@@ -75,6 +79,8 @@ class HopperBackward:
         with device_guard(q.device):
             self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.tiles.wide)
         self._dq_is_written = not self.tiles.wide
+        self._only_dq = None if only_dq is None or misaligned(only_dq) else checked_dq(q, only_dq)
+        self._is_finished = False
         self.clock = q.new_empty(1, dtype=torch.int32)
         if self.ordered:
             self.numbers = q.new_zeros(self.dq.shape[0], self.stats.shape[2] // 64, dtype=torch.int32)
@@ -103,6 +109,8 @@ class HopperBackward:
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
+        if self._is_finished:
+            raise RuntimeError("add must be called once if only_dq is given, got another call; leave only_dq out.")
         if not self.q.dtype == k.dtype == v.dtype:  # kernels are compiled for one dtype
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
         check_gradients(k, dk, dv, accumulate)
@@ -118,6 +126,10 @@ class HopperBackward:
 
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
+        if self._is_finished:
+            if out is not self._only_dq:
+                raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
+            return out
         out = checked_dq(self.q, out)
         with device_guard(self.q.device):
             postprocess(self.accumulated_dq(), out, self.softmax_scale)
@@ -181,12 +193,15 @@ class HopperBackward:
         heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
         heads_together = max(heads_together, tables.heads_together)
         num_tiles = -(-hop.num_keys // tiles.block_n)
+        at_last = () if tiles.wide else (heads_together,)
+        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
+            at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
         scalars = (
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            k.shape[2], num_tiles, heads_together, num_works, group,
+            k.shape[2], num_tiles, heads_together, *at_last, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             int(self._in_step(hop, group) and not tables.down), self.clock,
         )  # fmt: skip
@@ -233,8 +248,11 @@ class HopperBackward:
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
         add = self._dq_is_written or hop.num_keys < self.q.shape[1]
-        dq = self.accumulated_dq() if add else self.dq
-        self._dq_is_written = True
+        if self._only_dq is not None and choices.stores_result and not add:
+            dq_desc, self._is_finished = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), True
+        else:
+            dq_desc = block_descriptor(self.accumulated_dq() if add else self.dq, (1, 64, tiles.pieces[0] // 2))
+            self._dq_is_written = True
         keys = [
             _piece_descriptors(cut(x, 1, (hop.q_start, hop.q_stop)), pieces)
             for x, pieces in ((k, tiles.pieces), (v, tiles.value_pieces))
@@ -243,9 +261,8 @@ class HopperBackward:
         if hop.two_sided:
             ends, *tables = self._query_tables(mask, k.device)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add), num_works,
-            *queries.q, *keys[0], *keys[1], *queries.dout,
-            block_descriptor(dq, (1, 64, tiles.pieces[0] // 2)), ends, self.stats, *self._bounds(hop), *tables,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._is_finished), num_works,
+            *queries.q, *keys[0], *keys[1], *queries.dout, dq_desc, ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
             hop.first_shift, hop.stop_shift, self.softmax_scale * math.log2(math.e), self.softmax_scale,
@@ -408,6 +425,18 @@ class HopRectangle(NamedTuple):
         """Keys of the rectangle."""
         return self.k_stop - self.k_start
 
+    def rows_seeing(self, key: int) -> tuple[int, int]:
+        """Return the rows [first, stop) of the rectangle that see a key, if there are no bounds."""
+        first = min(max(key + self.first_shift, self.min_row), self.split)
+        first += min(max(key + self.second_shift, self.split), self.num_rows) - self.split
+        return first, min(max(key + self.stop_shift, 0), self.num_rows)
+
+    def steps_of_tiles(self, block_n: int) -> list[int]:
+        """Return the number of query blocks that each tile of keys visits, if there are no bounds."""
+        starts = range(0, self.num_keys, block_n)
+        rows = [(self.rows_seeing(i)[0], self.rows_seeing(min(i + block_n, self.num_keys) - 1)[1]) for i in starts]
+        return [-(-stop // 64) - first // 64 if first < stop else 0 for first, stop in rows]
+
     @property
     def is_full(self) -> bool:
         """True if every row sees every key."""
@@ -491,6 +520,25 @@ def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
 
 def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
     return [*descriptors, None][:2]
+
+
+@functools.lru_cache(maxsize=256)
+def heads_at_last(hop: HopRectangle, block_n: int, num_groups: int, group: int, together: int) -> int:
+    """Return how many groups of heads should alternate at last, so that the SMs finish at about the same time.
+
+    Each SM takes the next tile when it has finished one. Fewer groups share Q and dO in L2 better, so this is the first
+    multiple of `together` with which the last SM finishes within 1% of the best.
+    """
+    costs = [steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n)]
+    finished = {}
+    for last in range(together, num_groups + 1, together):
+        times = [0] * SMS
+        for heads in [together] * ((num_groups - last) // together) + [last]:
+            for cost in costs:
+                for _ in range(heads):
+                    heapq.heapreplace(times, times[0] + cost)
+        finished[last] = max(times)
+    return next(last for last, time in finished.items() if time <= 1.01 * min(finished.values()))
 
 
 @functools.lru_cache(maxsize=256)

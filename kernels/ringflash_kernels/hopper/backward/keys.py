@@ -9,11 +9,21 @@ So one computes exp while the other feeds the tensor cores. Without this rule th
 lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
 in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
 
-The consumers issue these reductions, in any order between CTAs. If ORDERED, three additional warps issue them in the
-order of `order.py`. Each takes every third block, because waiting for the previous tile's dQ, adding and announcing
-take longer than a step. Two or three buffers of dQ let the consumers continue meanwhile.
+The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
+(`dq.py`).
 """
 
+from ringflash_kernels.hopper.backward.dq import (
+    WRITERS,
+    add_first,
+    add_second,
+    add_third,
+    dq_buffer,
+    dq_staging,
+    send_dq,
+    wait_for_buffer,
+    wait_until_read,
+)
 from ringflash_kernels.hopper.backward.order import DqOrder
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
@@ -39,13 +49,10 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
-    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-WRITERS = gl.constexpr(3)  # as many warps as a warpgroup has beside the producer
 
 
 @aggregate
@@ -211,26 +218,6 @@ def dq_mma(sm, buffer, W: gl.constexpr):
 
 
 @gluon.jit
-def dq_staging(sm, W: gl.constexpr):
-    """Return the buffer in which consumer W stages its columns of dQ."""
-    if W == 0:
-        staged = sm.dq0
-    else:
-        staged = sm.dq1
-    return staged
-
-
-@gluon.jit
-def _staging(sm, buffer, W: gl.constexpr):
-    """Return one of the buffers in which consumer W stages its columns of dQ if ORDERED."""
-    if W == 0:
-        staged = sm.dq0_buffers.index(buffer)
-    else:
-        staged = sm.dq1_buffers.index(buffer)
-    return staged
-
-
-@gluon.jit
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
 
@@ -263,9 +250,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         v = sm.v0.index(opaque(W)).reshape([64, C])
 
     # S^T = K Q^T and dP^T = V dO^T
-    if sm.ORDERED:
-        buffer, buffer_parity = slot_of(step - 1, sm.DQ_BUFFERS)
-        mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
+    wait_for_buffer(sm, step - 1, W)
     take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -322,20 +307,13 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     if R:
         ds1 = gl.convert_layout(ds, operand1)
         dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
-    if sm.ORDERED:
-        staged = _staging(sm, buffer, W)
-    else:
-        staged = dq_staging(sm, W)
-        tma_store_wait(0)
+    staged = dq_buffer(sm, step - 1, W)
     sm.ds.index(current * 2 + W).store(ds)
     dq = warpgroup_mma_wait(2 if R else 1, deps=(dq,))
     staged.store(interleave(dq, staged.shape[1]))
     fence_async_shared()
     mbarrier.arrive(sm.ds_full.index(current), count=1)
-    if sm.ORDERED:
-        mbarrier.arrive(sm.dq_full.index((step - 1) % WRITERS * 2 + W), count=1)
-    else:
-        tma_reduce_add(dq_desc, [dq_row, (C // 2 if R == 0 else C) * W], staged)
+    send_dq(sm, dq_desc, dq_row, staged, step - 1, W)
     if R:
         dk0, dk1, ds0, ds1, dv0, dv1, p0, p1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1, dv0, dv1, p0, p1))
     else:
@@ -349,117 +327,18 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 
 
 @gluon.jit
-def last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
-    """Compute and add dQ of a tile's last block, whose step is `step` - 1."""
+def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+    """Compute dQ of a tile's last block, whose step is `step` - 1, and let it leave."""
     last, parity = slot_of(step - 1, 2)
     mbarrier.wait(sm.ds_full.index(last), parity)
     dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    staged = dq_staging(sm, W)
-    tma_store_wait(0)
+    wait_for_buffer(sm, step - 1, W)
+    staged = dq_buffer(sm, step - 1, W)
     staged.store(interleave(dq, staged.shape[1]))
     fence_async_shared()
-    tma_reduce_add(dq_desc, [dq_row, (sm.SPLIT // 2 if sm.REST == 0 else sm.SPLIT) * W], staged)
-    tma_store_wait(0)
-
-
-@gluon.jit
-def _stage_last_dq(sm, step, W: gl.constexpr):
-    """Compute dQ of a tile's last block for its writer, and wait until the writers have read all that is staged."""
-    last, parity = slot_of(step - 1, 2)
-    mbarrier.wait(sm.ds_full.index(last), parity)
-    dq = dq_mma(sm, last, W)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    buffer, buffer_parity = slot_of(step - 1, sm.DQ_BUFFERS)
-    staged = _staging(sm, buffer, W)
-    mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
-    staged.store(interleave(dq, staged.shape[1]))
-    fence_async_shared()
-    mbarrier.arrive(sm.dq_full.index((step - 1) % WRITERS * 2 + W), count=1)
-    for ahead in gl.static_range(sm.DQ_BUFFERS):  # dK leaves from the same buffers
-        buffer, buffer_parity = slot_of(step + ahead, sm.DQ_BUFFERS)
-        mbarrier.wait(sm.dq_empty.index(buffer * 2 + W), buffer_parity ^ 1)
-
-
-@gluon.jit
-def _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, head, block, tile, previous, WRITER: gl.constexpr):
-    """Writer: add dQ of one block, after `previous`, if there is one, has added its own."""
-    column: gl.constexpr = sm.SPLIT if sm.REST else sm.SPLIT // 2
-    if step % WRITERS == WRITER:
-        number = batch * problem.num_heads + head
-        if previous >= 0:
-            order.wait_for_tile(previous, number, block)
-        row = problem.dq_row(batch, head) + block * 64
-        buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
-        parity = step // WRITERS & 1
-        mbarrier.wait(sm.dq_full.index(WRITER * 2), parity)
-        tma_reduce_add(dq0_desc, [row, 0], _staging(sm, buffer, 0))
-        mbarrier.wait(sm.dq_full.index(WRITER * 2 + 1), parity)
-        tma_reduce_add(dq1_desc, [row, column], _staging(sm, buffer, 1))
-        tma_store_wait(1)
-        mbarrier.arrive(sm.dq_empty.index(buffer * 2), count=1)
-        tma_store_wait(0)
-        mbarrier.arrive(sm.dq_empty.index(buffer * 2 + 1), count=1)
-        tma_store_complete(step)
-        order.publish_tile(tile, number, block)
-
-
-@gluon.jit
-def _add_in_order(sm, problem, order, dq0_desc, dq1_desc, WRITER: gl.constexpr):
-    """Writer: add dQ of every third block, each after the previous tile that sees the block has added its own."""
-    step = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
-        key, batch, first_head, _kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-            tile = problem.rank(index)
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(key)
-            tile = key // problem.BLOCK_N
-        if start < stop:
-            if not problem.TWO_SIDED:
-                previous, previous_start, previous_stop = order.previous(problem, tile)
-            if step % WRITERS == WRITER:  # dQ of the block of zeros is not added
-                buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
-                for W in gl.static_range(2):
-                    mbarrier.wait(sm.dq_full.index(WRITER * 2 + W), step // WRITERS & 1)
-                    mbarrier.arrive(sm.dq_empty.index(buffer * 2 + W), count=1)
-            step += 1
-            if problem.TWO_SIDED:
-                for i in range(count):
-                    number = first + count - 1 - i
-                    begin, end, _masked = problem.stretch(number)
-                    before = problem.previous(number)
-                    for j in range(end - begin):
-                        for g in range(problem.group):
-                            _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, first_head + g, end - 1 - j,
-                                       tile, before, WRITER)  # fmt: skip
-                            step += 1
-            else:
-                g = 0
-                block = stop - 1
-                for _ in range((stop - start) * problem.group):
-                    before = gl.where((previous_start <= block) & (block < previous_stop), previous, -1)
-                    _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, first_head + g, block, tile, before,
-                               WRITER)  # fmt: skip
-                    step += 1
-                    g, block = problem.descend(g, block)
-
-
-@gluon.jit
-def _add_first(sm, problem, order, dq0_desc, dq1_desc):
-    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 0)
-
-
-@gluon.jit
-def _add_second(sm, problem, order, dq0_desc, dq1_desc):
-    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 1)
-
-
-@gluon.jit
-def _add_third(sm, problem, order, dq0_desc, dq1_desc):
-    _add_in_order(sm, problem, order, dq0_desc, dq1_desc, 2)
+    send_dq(sm, dq_desc, dq_row, staged, step - 1, W)
+    wait_until_read(sm, step, W)
 
 
 @gluon.jit
@@ -581,7 +460,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                         sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, 0, W
                     )
                     step += 1
-                _stage_last_dq(sm, step, W)
+                _last_dq(sm, dq_desc, step, 0, W)
             elif sm.DOWN:
                 dq_row = problem.dq_row(batch, first_head)
                 for _ in range(stop * problem.group):
@@ -589,7 +468,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                         sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, 0, key, seen, False, dq_row, W
                     )
                     step += 1
-                last_dq(sm, dq_desc, step, dq_row, W)
+                _last_dq(sm, dq_desc, step, dq_row, W)
             elif problem.TWO_SIDED:
                 head_row = problem.dq_row(batch, first_head)
                 dq_row = head_row
@@ -601,7 +480,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                         step += 1
                         dq_row = head_row + block * 64
                     head_row += problem.dq_rows
-                last_dq(sm, dq_desc, step, dq_row, W)
+                _last_dq(sm, dq_desc, step, dq_row, W)
             else:
                 head_row = problem.dq_row(batch, first_head)
                 dq_row = head_row + start * 64
@@ -618,7 +497,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, W: gl
                         dq_row = head_row + block * 64
                         block = problem.next_block(block, start, stop)
                     head_row += problem.dq_rows
-                last_dq(sm, dq_desc, step, dq_row, W)
+                _last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
@@ -647,18 +526,18 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 @gluon.jit(
     do_not_specialize=[
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
-        "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr", "numbers_ptr", "num_blocks",
-        "first_number",
+        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
+        "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "in_step", "clock_ptr",
+        "numbers_ptr", "num_blocks", "first_number",
     ]
 )  # fmt: skip
 def backward_keys(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dq0_desc, dq1_desc,
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, begins_desc,
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
-    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-    group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr, num_blocks, first_number,
-    scale_log2, softmax_scale,
+    min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+    heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, numbers_ptr,
+    num_blocks, first_number, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
@@ -731,8 +610,9 @@ def backward_keys(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr,
+        stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        not (ORDERED or BOUNDS),
     )  # fmt: skip
     fence_async_shared()
     load_args = (
@@ -746,9 +626,9 @@ def backward_keys(
                 (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
                 (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc)),
                 (_load, load_args),
-                (_add_first, (sm, problem, order, dq0_desc, dq1_columns)),
-                (_add_second, (sm, problem, order, dq0_desc, dq1_columns)),
-                (_add_third, (sm, problem, order, dq0_desc, dq1_columns)),
+                (add_first, (sm, problem, order, dq0_desc, dq1_columns)),
+                (add_second, (sm, problem, order, dq0_desc, dq1_columns)),
+                (add_third, (sm, problem, order, dq0_desc, dq1_columns)),
             ],
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],

@@ -68,7 +68,8 @@ class BackwardProblem:
         row_start: first query row of the rectangle in the statistics and in the dQ accumulator, a multiple of 4
             (16 bytes); dq_rows: rows of one head there.
         num_tiles: key tiles of one head; group: query heads that one tile processes, with one dK and dV.
-        heads_together: heads (with group > 1, groups of heads) whose tiles alternate in launch order.
+        heads_together: heads (with group > 1, groups of heads) whose tiles alternate in launch order; if
+            MORE_AT_LAST the last heads_at_last, a multiple, do together.
         first_shift, stop_shift: key j is seen by the rows [j + first_shift, j + stop_shift) of the rectangle ...
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
@@ -85,6 +86,7 @@ class BackwardProblem:
     num_kv_heads: gl.tensor
     num_tiles: gl.tensor
     heads_together: gl.tensor
+    heads_at_last: gl.tensor
     num_works: gl.tensor
     group: gl.tensor
     first_shift: gl.tensor
@@ -104,6 +106,7 @@ class BackwardProblem:
     BEGINS: gl.constexpr
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
+    MORE_AT_LAST: gl.constexpr
 
     @gluon.jit
     def work(self, index):
@@ -111,10 +114,18 @@ class BackwardProblem:
 
         Order: section of heads, key tile (the longest first under a causal mask), head within the section.
         """
-        section = index // (self.num_tiles * self.heads_together)
-        rest = index - section * self.num_tiles * self.heads_together
-        tile = rest // self.heads_together
-        head = section * self.heads_together + rest - tile * self.heads_together
+        first_head = 0
+        together = self.heads_together
+        if self.MORE_AT_LAST:
+            before = self.num_works - self.num_tiles * self.heads_at_last
+            is_last = index >= before
+            first_head = gl.where(is_last, before // self.num_tiles, 0)
+            together = gl.where(is_last, self.heads_at_last, together)
+            index -= gl.where(is_last, before, 0)
+        section = index // (self.num_tiles * together)
+        rest = index - section * self.num_tiles * together
+        tile = rest // together
+        head = first_head + section * together + rest - tile * together
         if self.TWO_SIDED:
             tile = gl.load(self.tiles_ptr + tile * 4)
         key = tile * self.BLOCK_N

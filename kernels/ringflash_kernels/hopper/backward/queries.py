@@ -26,7 +26,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
-    reinterpret,
+    start_of,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -270,13 +270,18 @@ def _write_chunk(sm, dq_desc, x, at, column, buffer: gl.constexpr, W: gl.constex
     """Write half of a first piece of dQ, staged in this consumer's Q or dO; the previous chunk may be in flight."""
     N: gl.constexpr = sm.SPLIT // 2
     if buffer == 0:
-        staged = reinterpret(sm.q0.index(W), gl.float32, [1, 64, N], dq_desc.layout)
+        staged = start_of(sm.q0.index(W), dq_desc)
     else:
-        staged = reinterpret(sm.dout0.index(W), gl.float32, [1, 64, N], dq_desc.layout)
+        staged = start_of(sm.dout0.index(W), dq_desc)
     tma_store_wait(1)
-    staged.reshape([64, N]).store(interleave(x, N))
+    if dq_desc.dtype == gl.float32:
+        staged.reshape([64, N]).store(interleave(x, N))
+    else:
+        staged.reshape([64, N]).store(x.to(dq_desc.dtype))
     fence_async_shared()
-    if sm.ADD:
+    if dq_desc.dtype != gl.float32:
+        tma_store(dq_desc, [at[0], at[1], at[2], column], staged)
+    elif sm.ADD:
         tma_reduce_add(dq_desc, [at[0], at[1], column], staged)
     else:
         tma_store(dq_desc, [at[0], at[1], column], staged)
@@ -284,7 +289,7 @@ def _write_chunk(sm, dq_desc, x, at, column, buffer: gl.constexpr, W: gl.constex
 
 @gluon.jit
 def _write_queries(sm, dq_desc, dq0, dq1, at, W: gl.constexpr):
-    """Add dQ of consumer W's 64 queries to the accumulator, or store it there."""
+    """Add dQ of consumer W's 64 queries to the accumulator, or store it there, or as the result."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
     left, right = halves(dq0, C)
@@ -341,7 +346,13 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
                     sm, problem, q, dout, dq0, dq1, lse, delta, first_seen, stop_seen, step, row, block, masked, W
                 )
                 step += 1
-            _write_queries(sm, dq_desc, dq0, dq1, [batch_head, problem.row_start + row + W * 64], W)
+            row += problem.row_start + W * 64
+            if dq_desc.dtype == gl.float32:
+                _write_queries(sm, dq_desc, dq0, dq1, [batch_head, row], W)
+            else:
+                dq0 *= problem.softmax_scale
+                dq1 *= problem.softmax_scale
+                _write_queries(sm, dq_desc, dq0, dq1, [batch, head, row], W)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
     if W == 0:
@@ -378,7 +389,8 @@ def backward_queries(
 
     The columns of Q and K are two pieces, of SPLIT and REST columns; those of dO and V are SPLIT and VALUE_REST, which
     may be 0. TURNS: the consumers issue their products alternately. HELD: columns of the first piece of Q and dO that
-    are kept in registers. ADD: add to the accumulator instead of storing.
+    are kept in registers. ADD: add to the accumulator instead of storing. A dq_desc that is not fp32 is not that of the
+    accumulator, but of the result.
     """
     dtype: gl.constexpr = q0_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -414,11 +426,11 @@ def backward_queries(
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        num_works, gl.to_tensor(1),
+        heads_together, num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
         first_ptr, stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, False,
-        64, 2 * 64,
+        64, 2 * 64, False,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -20,12 +20,14 @@ class QueryTiles:
         exp_under_dp: exp runs while dP is in flight, instead of after both products.
         turns: a consumer issues its products only after the other consumer's have finished.
         held: columns of the first piece of Q and dO that are kept in registers.
+        stores_result: dQ of an only hop is stored scaled and cast.
     """
 
     slots: int
     exp_under_dp: bool = False
     turns: bool = True
     held: int = 0
+    stores_result: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ BACKWARD_TILES = {
     128: BackwardTiles((128,), 128, dq_buffers=2),  # a third does not fit into shared memory
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a
     # whole dQ block for half the products of head_dim 128: a separate kernel costs two more products and is faster.
-    192: BackwardTiles((128, 64), 64, QueryTiles(5, exp_under_dp=True, held=64), held=128),
+    192: BackwardTiles((128, 64), 64, QueryTiles(5, exp_under_dp=True, held=64, stores_result=True), held=128),
     # Q and dO of 128 queries leave room for three blocks of 64 keys.
     256: BackwardTiles((128, 128), 64, QueryTiles(3, turns=False), held=64),
 }
@@ -98,7 +100,12 @@ BACKWARD_TILES = {
 NARROW_BACKWARD_TILES = {
     # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
     (192, 128): BackwardTiles(
-        (128, 64), 64, QueryTiles(5, exp_under_dp=True, turns=False, held=64), stages=3, held=128, narrow=128
+        (128, 64),
+        64,
+        QueryTiles(5, exp_under_dp=True, turns=False, held=64, stores_result=True),
+        stages=3,
+        held=128,
+        narrow=128,
     ),
 }
 

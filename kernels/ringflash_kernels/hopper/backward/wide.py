@@ -408,8 +408,8 @@ def backward_wide(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 64,
+        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr,
+        stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 64, False,
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(

@@ -12,7 +12,8 @@ fp32 sums in global memory.
 `backward_operands` explains the scales of rows and tiles.
 """
 
-from ringflash_kernels.hopper.backward.keys import dq_mma, dq_staging, pass_turn, take_turn
+from ringflash_kernels.hopper.backward.dq import dq_staging
+from ringflash_kernels.hopper.backward.keys import dq_mma, pass_turn, take_turn
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
     BackwardProblem,
@@ -498,9 +499,9 @@ def backward_keys_fp8(
         tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
-        min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
-        group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr, stop_ptr,
-        tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
+        min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
+        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, in_step, clock_ptr, first_ptr,
+        stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64, False,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
     fence_async_shared()
