@@ -22,14 +22,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-import numpy as np
-
+from ringflash.attention.shard_masks import mask_between, visible_regions
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
-from ringflash_kernels.mask import Mask, Region
+from ringflash_kernels.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedu
     hops = []
     for step in active_steps(mask, cp_size, layout):
         source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
-        visible = _mask_of(mask, shards[cp_rank], shards[source], rows, rows)
-        read = next(_visible(mask, shards[reader], shards[cp_rank]), None) is not None
+        visible = mask_between(mask, shards[cp_rank], shards[source], rows, rows)
+        read = next(visible_regions(mask, shards[reader], shards[cp_rank]), None) is not None
         hops.append(Hop(step, source if visible.regions else None, reader if read else None, visible))
     return Schedule(tuple(hops))
 
@@ -251,7 +250,7 @@ def _gathering(
             gathered.append(Segment(owner, segment.row, row, segment.size, owner_row))
             positions.append(Chunk(segment.start, segment.stop, row))
     rows, keys = tuple(_joined_chunks(shards[cp_rank])), tuple(_joined_chunks(positions))
-    visible = _mask_of(mask, rows, keys, mask.seqlen // len(shards), mine.num_rows)
+    visible = mask_between(mask, rows, keys, mask.seqlen // len(shards), mine.num_rows)
     own = tuple(segment for owner, segment in segments if owner == cp_rank)
     readers = tuple(
         tuple(Reader(rank, keys.row(segment.start)) for rank, keys in seen.items() if segment.start in keys)
@@ -316,116 +315,3 @@ def _joined_chunks(found: Iterable[Chunk]) -> Iterator[Chunk]:
 
 def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:
     return [chunks(mask.seqlen, cp_size, rank, layout, mask.documents) for rank in range(cp_size)]
-
-
-def _visible(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> Iterator[Region]:
-    """Yield the non-empty regions of two shards, in local rows: one per pair of chunks and run of a path."""
-    starts = [chunk.start for chunk in k_shard]
-    for q in q_shard:
-        for document in range(mask.document_of(q.start), mask.document_of(q.stop - 1) + 1):
-            for seen in mask.regions_of(document, q.start, q.stop):
-                first = max(0, bisect_right(starts, seen.k_start) - 1)
-                for k in k_shard[first : bisect_left(starts, seen.k_stop)]:
-                    trimmed = _in_rows(seen, q, k).trimmed()
-                    if trimmed is not None:
-                        yield trimmed
-
-
-def _by_key(
-    mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
-) -> Mask:
-    """Return the transposed mask of the pairs of `_visible`: one region per pair of chunks and document of the keys."""
-    bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
-    chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
-    start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
-    both = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
-    first, end = np.where(both, bounds[document], start), np.asarray(mask.tree_ends)[document]  # queries that see them
-    column, reader = _expand(np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end))
-    chunk, start, stop, both = chunk[column], start[column], stop[column], both[column]
-    first, end = np.maximum(first[column], q[reader, 0]), np.minimum(end[column], q[reader, 1])
-    stop = np.where(both, stop, np.minimum(stop, end))
-    q_shift, k_shift = q[reader, 2] - q[reader, 0], k[chunk, 2] - k[chunk, 0]  # from positions to rows
-    bands = np.asarray(np.where(both | (first >= stop - 1), None, q_shift - k_shift))
-    sides = start + k_shift, stop + k_shift, first + q_shift, end + q_shift
-    order = np.lexsort((sides[2], sides[0]))
-    columns = *(x[order].tolist() for x in (*sides, bands)), repeat(None)
-    return Mask(num_keys, num_rows, tuple(map(Region, *columns)))
-
-
-def _expand(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices and the numbers of all [first, stop), joined."""
-    counts = np.maximum(stop - first, 0)
-    index = np.repeat(np.arange(len(counts)), counts)
-    return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index] + first[index]
-
-
-def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
-    """Return the part of a region that is in two chunks, in local rows."""
-    shift = (k.row - k.start) - (q.row - q.start)  # turns a difference of positions into one of local rows
-    return Region(
-        max(seen.q_start, q.start) - q.start + q.row,
-        min(seen.q_stop, q.stop) - q.start + q.row,
-        max(seen.k_start, k.start) - k.start + k.row,
-        min(seen.k_stop, k.stop) - k.start + k.row,
-        None if seen.lower is None else seen.lower + shift,
-        None if seen.upper is None else seen.upper + shift,
-    )
-
-
-def _mask_of(
-    mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
-) -> Mask:
-    """Return the visible pairs of two shards, in local rows."""
-    found = Mask.of(num_rows, num_keys, _regions(mask, q_shard, k_shard))
-    found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
-    if mask.has_columns and len(found.regions) > 1:
-        found.cached("transposed", lambda: _by_key(mask, q_shard, k_shard, num_rows, num_keys))
-    return found
-
-
-def _regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
-    """Regions of two shards, joined into fewer and larger ones if possible."""
-    lower, upper = mask.band
-    plain = mask.documents is None or mask.documents.are_plain
-    if q_shard == k_shard and lower is None and upper in (None, 0) and plain:
-        return tuple(_own_documents(mask, q_shard, upper))
-    regions = sorted(_visible(mask, q_shard, k_shard))
-    return tuple(_joined(regions))
-
-
-def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | None) -> Iterator[Region]:
-    """Yield the regions of a rank's own K/V without a left window: each document is one square of rows.
-
-    Positions rise with the rows, so the rows of a document are consecutive.
-    """
-    start: dict[int, int] = {}
-    stop: dict[int, int] = {}
-    for chunk in shard:
-        for document in range(mask.document_of(chunk.start), mask.document_of(chunk.stop - 1) + 1):
-            first = max(mask.bounds[document], chunk.start) - chunk.start + chunk.row
-            start.setdefault(document, first)
-            stop[document] = min(mask.bounds[document + 1], chunk.stop) - chunk.start + chunk.row
-    return (Region(start[d], stop[d], start[d], stop[d], None, upper) for d in start)
-
-
-def _joined(regions: list[Region]) -> Iterator[Region]:
-    """Join neighbouring regions that one band can describe."""
-    waiting: Region | None = None
-    for region in regions:
-        union = None if waiting is None else _union(waiting, region)
-        if union is None and waiting is not None:
-            yield waiting
-        waiting = union or region
-    if waiting is not None:
-        yield waiting
-
-
-def _union(a: Region, b: Region) -> Region | None:
-    """Union of a and b if it is a region: two unmasked ones that share a side, or visible keys next to a diagonal."""
-    if (a.lower, a.upper, b.lower) != (None, None, None):
-        return None
-    if a[:2] == b[:2] and a.k_stop == b.k_start and (b.upper is None or a.k_stop - 1 - a.q_start <= b.upper):
-        return Region(a.q_start, a.q_stop, a.k_start, b.k_stop, None, b.upper)
-    if a[2:4] == b[2:4] and a.q_stop == b.q_start and b.upper is None:
-        return Region(a.q_start, b.q_stop, a.k_start, a.k_stop)
-    return None

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ringflash.attention import schedule
+from ringflash.attention import schedule, shard_masks
 from ringflash.sequence import layout
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Region
@@ -46,7 +46,7 @@ def local_positions(
 ) -> tuple[Region, ...]:
     """Causal by the row of the shard instead of the position in the sequence, on hops that see anything."""
     rows = sum(chunk.stop - chunk.start for chunk in q_shard)
-    sees = any(schedule._visible(mask, q_shard, k_shard))
+    sees = any(shard_masks.visible_regions(mask, q_shard, k_shard))
     return (Region(0, rows, 0, rows, None, 0),) if sees else ()
 
 
@@ -54,7 +54,7 @@ PLANTS: dict[str, tuple[str, Callable]] = {
     "dropped_merge": ("ringflash_kernels.reference.merge_", dropped_merge),
     "rounded_merge": ("ringflash_kernels.reference.merge_", rounded_merge),
     "wrong_order": ("ringflash.attention.schedule.chunks", wrong_order),
-    "local_positions": ("ringflash.attention.schedule._regions", local_positions),
+    "local_positions": ("ringflash.attention.shard_masks.joined_regions", local_positions),
 }
 
 
