@@ -229,10 +229,10 @@ def plan_again(
     grad_flags: int = 0,
 ) -> CallPlan:
     """Return `plan_call` of these arguments, which kernels can read, kept from an equal call if it may be."""
-    plan = kept_plan(q, k, v, cu_seqlens, options, grad_flags)
+    key = _key(q, k, v, cu_seqlens, options, grad_flags)
+    plan = None if key is None else planned.get(key)
     if plan is None:
         plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
-        key = _key(q, k, v, cu_seqlens, options, grad_flags)
         if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
             for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
                 del planned[old]  # its group has been destroyed

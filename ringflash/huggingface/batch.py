@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash import loss as token_loss
+from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import cut_sequence, local_positions, read_documents
@@ -106,7 +107,7 @@ def prepare_batch(
         if types is not None:
             batch[name] = cut_sequence(types, group, 1, layout, cu_seqlens)
             shared.append(types)
-    return batch if options.group is None else batch | {"checksum": _checksum(*shared)}
+    return batch if options.group is None else batch | {"checksum": checksum_of_integers(*shared)}
 
 
 def _with_parts(positions: Tensor, parts: Tensor, group: Group, layout: str, cu_seqlens: Tensor | None) -> Tensor:
@@ -144,17 +145,6 @@ def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
     parents = torch.tensor(documents.parents or (-1,) * len(both), device="cpu")
     ends = torch.tensor(documents.bounds[1:], device="cpu")[parents] - 1
     return starts[(parents < 0) | (mask[0].cpu()[ends] != 0)].to(mask.device)
-
-
-def _checksum(*shared: Tensor) -> Tensor:
-    """Return an int64 scalar in [0, 2**62) that depends on every value and its index. The host reads nothing."""
-    total = torch.zeros((), dtype=torch.int64, device=shared[0].device)
-    for x in shared:
-        indices = torch.arange(x.numel(), device=x.device)
-        mixed = x.flatten().long() * 0x1E3779B97F4A7C15 + indices * 0x3F58476D1CE4E5B9  # modulo 2**64
-        mixed = (mixed ^ (mixed >> 29)) * 0x14D049BB133111EB
-        total = total * 31 + (mixed ^ (mixed >> 32)).sum()
-    return total & (1 << 62) - 1
 
 
 def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 
 
 @on_ranks(2)
-def test_hooks_of_a_device_map_are_no_forward_of_an_object(ctx: Context) -> None:
+def test_hooks_of_a_device_map_are_no_own_forward(ctx: Context) -> None:
     """accelerate sets a forward that calls the model's own."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import ringflash
 from ringflash import huggingface
-from ringflash.huggingface.batch import _checksum
+from ringflash.comm.comparison import checksum_of_integers
 from ringflash.huggingface.model_checks import check_rope
 from ringflash.huggingface.spans import Use
 from ringflash.huggingface.validation import find_shape_error, find_static_error
@@ -221,7 +221,8 @@ def test_document_bounds_are_those_of_the_same_forward() -> None:
 
 def test_the_checksum_knows_labels_from_tokens() -> None:
     ids, labels = tokens(), ringflash.loss.shift_labels(tokens())
-    assert _checksum(ids, labels) == _checksum(ids.clone(), labels) != _checksum(labels, ids)
+    checksum = checksum_of_integers
+    assert checksum(ids, labels) == checksum(ids.clone(), labels) != checksum(labels, ids)
 
 
 NO_TOKEN = ringflash.loss.shift_labels(tokens())

@@ -16,6 +16,7 @@ from torch import nn
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
+from ringflash.comm.comparison import gather_values
 
 
 class EqualParameters:
@@ -51,8 +52,7 @@ class EqualParameters:
 
     def raise_for(self, group: dist.ProcessGroup) -> NoReturn:
         """Raise ValueError on every rank, with names; all ranks of the ring call this together."""
-        of_ranks: list[dict[str, int]] = [{}] * group.size()
-        dist.all_gather_object(of_ranks, self._sums, group=group)
+        of_ranks = gather_values(group, self._sums)
         names = sorted({name for rank in of_ranks for name in rank})
         unequal = [name for name in names if len({rank.get(name) for rank in of_ranks}) > 1]
         raise ValueError(
