@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -377,8 +378,13 @@ def plain_launch(
 
 @functools.cache
 def driver() -> Driver | None:
-    """Return the driver; None without a compiler, or with a driver that lacks a function."""
+    """Return the driver; None, after a warning, without a compiler, or with a driver that lacks a function."""
     try:
         return Driver()
-    except Exception:  # of the loader, of triton or of the compiler: calls go on from Python
+    except Exception as error:  # of the loader, of triton or of the compiler
+        warnings.warn(
+            "calls are issued by Python, with equal results but more host time: the function in C needs a C compiler "
+            f"and a driver of CUDA 12.4 or later, got {type(error).__name__}: {error}.",
+            stacklevel=2,
+        )
         return None

@@ -443,6 +443,12 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     assert made.calls == 3 and not made.steps
 
 
+def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "Driver", mock.Mock(side_effect=FileNotFoundError("no gcc")))
+    with pytest.warns(UserWarning, match="issued by Python, .* got FileNotFoundError: no gcc"):
+        assert driver.driver.__wrapped__() is None
+
+
 def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = FakeDriver()
     for module in (recorder, driver):
