@@ -95,7 +95,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield page, name, fp8_losses_table(result)
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
-        yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
+        yield "docs/measurements.md", name, fp8_steps_table(result)
     for name, result in _of_results("torchtitan_*"):
         yield "docs/torchtitan.md", name, torchtitan_table(result)
     for name, result in _of_results("megatron_*"):
@@ -314,22 +314,27 @@ def fp8_losses_table(result: dict) -> str:
 
 
 def fp8_steps_table(result: dict) -> str:
-    """Tabulate the timed steps of `benchmarks/train_steps.py --attention` with their parts."""
+    """Tabulate the timed steps of `benchmarks/train_steps.py --attention`: all seconds, and the parts of the last."""
     names = ("attention", "linear", "other", "idle")
+    groups: dict[tuple[int, str], list[dict]] = {}
+    for step in result["steps"]:
+        if step["kind"] == "timed":
+            groups.setdefault((step["seqlen"], step["attention"]), []).append(step)
+    seconds = {group: ", ".join(f"{step['seconds']:.2f}" for step in steps) for group, steps in groups.items()}
     rows = [
-        f"| {step['attention']} | {step['seconds']:.2f} | "
-        + " | ".join(f"{step['parts'][name]:.2f}" for name in names)
-        + f" | {step['mfu_percent']:.1f}% | {step['mfu_percent'] / FP8_PER_BF16:.1f}% | {step['loss']:.3f} |"
-        for step in result["steps"]
-        if step["kind"] == "timed"
+        f"| {seqlen:,} | {attention} | {seconds[seqlen, attention]} | "
+        + " | ".join(f"{steps[-1]['parts'][name]:.2f}" for name in names)
+        + f" | {steps[-1]['mfu_percent']:.1f}% | {steps[-1]['mfu_percent'] / FP8_PER_BF16:.1f}% "
+        + f"| {steps[-1]['loss']:.3f} |"
+        for (seqlen, attention), steps in groups.items()
     ]
     versions = ", ".join(f"{name} {result[name]}" for name in ("torch", "triton", "lightning", "transformers"))
-    source = (
-        f"`{result['command']}` on {result['device']}, {versions}, commit {result['commit']}; in the order of the run."
-    )
+    launch = f"torchrun --nproc-per-node {result['ranks']} " if result["ranks"] > 1 else ""
+    source = f"`{launch}{result['command']}` on {result['device']}, {versions}, commit {result['commit']}."
     head = [
-        f"| attention | s | {' | '.join(f'{name}, s' for name in names)} | MFU by bf16 peak | by FP8 peak | loss |",
-        "|---" * (len(names) + 5) + "|",
+        f"| tokens | attention | s of each step | {' | '.join(f'{name}, s' for name in names)} "
+        "| MFU by bf16 peak | by FP8 peak | loss |",
+        "|---" * (len(names) + 6) + "|",
     ]
     return "\n".join([source, "", *head, *rows])
 
