@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 from benchmarks.environment import describe  # noqa: E402
 from ringflash.attention import schedule, sections  # noqa: E402
 from ringflash.attention.gather_by_heads import HeadGather  # noqa: E402
+from ringflash.attention.inputs import BackwardInputs  # noqa: E402
 from ringflash.attention.schedule import Gathering  # noqa: E402
 from ringflash.comm.transport import NcclGather, Pending, PointToPoint, buffers  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
@@ -95,7 +96,7 @@ def sample(attention: HeadGather, *inputs: torch.Tensor) -> tuple[float, float]:
     """Return the seconds of a forward and a backward."""
     dout, q, k, v = inputs
     out, forward = timed(lambda: attention.forward(q, k, v))
-    _, backward = timed(lambda: attention.backward(dout, None, q, k, v, *out))
+    _, backward = timed(lambda: attention.backward(BackwardInputs(dout, None, q, k, v, *out)))
     return forward, backward
 
 

@@ -31,9 +31,10 @@ from ringflash.attention import sections
 from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import KVShape
+from ringflash.attention.inputs import BackwardInputs, KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.sections import Unit
+from ringflash.attention.steps import Tensors
 from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.areas import GroupAreas
@@ -53,48 +54,30 @@ class HeadGather(GatherCall):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
-        out, lse = self._issue("forward", self._forward, q, k, v, row_max)
+        out, lse = self._issue("forward", self._forward, (q, k, v, row_max))
         return out, lse
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
+        q, k, v, row_max = inputs
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         gathered = self._gathered("forward", k, v, q.shape[2])
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max), k, v)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
-        dq, dk, dv = self._issue("backward", self._backward, dout, dlse, q, k, v, out, lse, row_max)
+        dq, dk, dv = self._issue("backward", self._backward, inputs)
         return dq, dk, dv
 
-    def _backward(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, ...]:
+        q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
         returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k))
-        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)), k, v)
+        self._run(BackwardUnits(self, gathered, returned, inputs, (dq, dk, dv)), k, v)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -119,14 +102,14 @@ class HeadGather(GatherCall):
         )
 
     def _issue(
-        self, pass_name: str, issue: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor | None
+        self, pass_name: str, issue: Callable[[Any], tuple[torch.Tensor, ...]], tensors: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """Run a pass by `issue(*tensors)`; repeat its tape once there is one."""
+        """Run a pass by `issue(tensors)`; repeat its tape once there is one."""
         assert tensors[0] is not None
         memory, device = self.memory, tensors[0].device
         with memory.on_one_stream():
             if self.queries_arrived or not can_repeat(self.impl, device, tensors):
-                return issue(*tensors)
+                return issue(tensors)
             assert isinstance(memory, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
             place = memory.current().cuda_stream, comm_sms(self.impl, transport_name(memory))

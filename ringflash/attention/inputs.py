@@ -69,6 +69,26 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
     return pad(v, (0, missing)) if missing > 0 else v
 
 
+class BackwardInputs(NamedTuple):
+    """Tensors of one backward on this rank.
+
+    Args:
+        dout: as out.
+        dlse: as lse, or None.
+        q, k, v, out, lse: of the forward.
+        row_max: as lse, the largest score of each row, or a little more; only FP8 needs it.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor | None = None
+
+
 class KVShape(NamedTuple):
     """Shape of a rank's k and v, by which buffers are planned: with the mean head_dim of both if v is narrower."""
 

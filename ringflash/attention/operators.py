@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash.attention.inputs import CallShape
+from ringflash.attention.inputs import BackwardInputs, CallShape
 from ringflash.attention.options import CallOptions
 from ringflash.attention.plan import signature
 from ringflash.attention.ring_call import RingCall
@@ -131,7 +131,8 @@ def _gradients(
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
         work = call.start(CallShape.of(q, k, v))
-        return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
+        largest = row_max if row_max.numel() else None
+        return work.backward(BackwardInputs(dout, dlse, q, k, v, out, lse, largest))
 
 
 def _make_record(number: int, cu_seqlens: Tensor | None, documents: Documents | None) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import HeadExchange
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import GroupAreas, Transport, whole_transport
 from ringflash.comm.transport.lanes import Marker
@@ -37,17 +38,7 @@ class Attention(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
@@ -107,18 +98,9 @@ class Ulysses:
             row_max.copy_(rest[0])
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed in rank order."""
+        dout, dlse, q, k, v, out, lse, row_max = inputs
         shared = self._shared(q, k)
         exchange, num_kv_heads = self._exchange("backward"), k.shape[2]
         given = [x is not None for x in (dlse, row_max)]
@@ -129,7 +111,8 @@ class Ulysses:
             rest = map(_with_heads_first, statistics)
             lse = next(rest)
             dlse, row_max = (next(rest) if present else None for present in given)
-            grads = self._attention(q.device, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
+            on_host = BackwardInputs(dout, dlse, q, k, v, out, lse, row_max)
+            grads = self._attention(q.device, arrived).backward(on_host)
             dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, num_kv_heads), _sum_shared(dv, shared, num_kv_heads)
 
