@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import CallShape, make_addressable, pad_values
+from ringflash.attention.inputs import CallInputs, CallShape, make_addressable, pad_values
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.sections import choose_sections
@@ -207,7 +207,7 @@ def explain(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
-    plan = plan_call(q, k, v, cu_seqlens, options)
+    plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
     moved_by = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -148,9 +147,7 @@ class _Watched:
     def __enter__(self) -> CallInFlight | Unwatched:
         return self._call.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 with suppress(RuntimeError):  # from a device that failed; the first error is the cause
