@@ -62,7 +62,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/measurements.md", name, errors_table(result)
     for name, result in _of_results("kernels_*"):
         yield "docs/measurements.md", name, kernel_table(result)
-        if any("ringflash FP8" in row["tflops"] for row in result["results"]):
+        if any(contender.startswith("ringflash FP8") for row in result["results"] for contender in row["tflops"]):
             page = "docs/fp8.md" if name.startswith("kernels_fp8_") else "docs/measurements.md"
             yield page, f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_*"):
@@ -207,8 +207,8 @@ def fp8_kernel_tables(result: dict) -> str:
         "forward": {"FP8": "ringflash FP8", "with quantiser": "ringflash FP8 with quantiser"},
         "backward": {f'`"{x}"`': f"ringflash FP8, {x}" for x in ("bf16", "fp8_scores", "fp8")},
     }
-    for name, columns in passes.items():
-        rows = []
+    for name in dict.fromkeys(row["pass"] for row in result["results"]):
+        columns, rows = passes[name], []
         for row in result["results"]:
             tflops = row["tflops"]
             if row["pass"] == name and any(x in tflops for x in columns.values()):

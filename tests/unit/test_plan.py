@@ -53,11 +53,11 @@ from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning import float8
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import rounds
 from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
+from tests.helpers.recipe_model import build_model
 from tests.recipes.launching import ROOT
 
 SMALL = {
