@@ -20,7 +20,6 @@ docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,7 +35,7 @@ from ringflash.attention.sections import Unit
 from ringflash.attention.steps import Tensors
 from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
-from ringflash.comm.transport.areas import GroupAreas
+from ringflash.comm.transport.areas import JoinAfterError
 from ringflash.comm.transport.lanes import Lanes, Marker
 from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.comm.wait_timer import measuring, waiting
@@ -116,7 +115,7 @@ class HeadGather(GatherCall):
             tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
                 return tape.record(memory, tensors, issue)
-            with _Watched(memory, pass_name, device) as watched:
+            with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
                 return tape.repeat(memory, tensors, self.number, watched)
 
     def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -125,35 +124,13 @@ class HeadGather(GatherCall):
         key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
-        with _Watched(self.memory, work.pass_name, device) as watched:
+        with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
                 arrived = work.gathered.publish(k, v, self.impl, self.number)
             run_units(work, arrived, watched, in_order)
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
-
-
-class _Watched:
-    """Context of the issue of a pass, which the watchdog watches.
-
-    After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
-    the caller's stream waits for all of them.
-    """
-
-    def __init__(self, memory: GroupAreas, pass_name: str, device: torch.device) -> None:
-        self._memory, self._call = memory, watching(memory, pass_name, device)
-
-    def __enter__(self) -> CallInFlight | Unwatched:
-        return self._call.__enter__()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                with suppress(RuntimeError):  # from a device that failed; the first error is the cause
-                    self._memory.join()
-        finally:
-            self._call.__exit__(kind, error, trace)
 
 
 def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:

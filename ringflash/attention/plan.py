@@ -212,8 +212,8 @@ def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
     return forms, cu_seqlens, options, grad_flags, known_split(group)
 
 
-def plan_again(call: CallInputs) -> CallPlan:
-    """Return `plan_call` of tensors that kernels can read, kept from an equal call if it may be."""
+def plan_once(call: CallInputs) -> CallPlan:
+    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it was kept."""
     key, cu_seqlens = _key(call), call.cu_seqlens
     plan = None if key is None else planned.get(key)
     if plan is None:

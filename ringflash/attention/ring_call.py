@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
-from ringflash.attention.plan import CallPlan, kept_plan, plan_again
+from ringflash.attention.plan import CallPlan, kept_plan, plan_once
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
@@ -77,7 +77,7 @@ class RingCall:
             if self._plan is not None:
                 return call.q, call.k, call.v, *map(make_addressable, others)
             addressable = tuple(map(make_addressable, tensors))
-            self._plan = plan_again(CallInputs(*addressable[:3], *call[3:]))
+            self._plan = plan_once(CallInputs(*addressable[:3], *call[3:]))
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise
