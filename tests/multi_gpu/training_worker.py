@@ -38,12 +38,12 @@ from ringflash.comm import transport
 from ringflash.comm.mesh import CONTEXT_AXIS
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash_kernels import api
 from tests.helpers import own_models as own
 from tests.helpers.dense import visible
 from tests.helpers.one_step import Step, loss_part, one_process, parts, worst
+from tests.helpers.recipe_model import build_model
 from tests.helpers.shared_gpu import is_shared, use_gpu
 from tests.recipes.test_strategy import Recorder, trainer_with
 

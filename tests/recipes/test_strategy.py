@@ -30,10 +30,10 @@ from recipes.lightning.text import TextData
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import Losses, quiet_trainer
+from tests.helpers.recipe_model import build_model
 from tests.recipes.launching import error_of, write_text
 
 CONFIG = {
