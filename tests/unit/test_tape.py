@@ -444,6 +444,22 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     assert made.calls == 3 and not made.steps
 
 
+def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
+    """An input that a backward will read must not count writes of later calls, even if they write nothing."""
+
+    def issue(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x[1:].fill_(2)
+        x[:0].fill_(2)
+        return (x.clone(),)
+
+    LOGS.append(Log())
+    made, given = tape.Tape(()), [torch.zeros(2) for _ in range(3)]
+    for x in given[:2]:
+        made.record(Memory(), (x,), issue)
+    (got,) = made.repeat(Memory(), (given[2],), CallNumber(1), CallInFlight(0, 0, "forward", 0.0))
+    assert got.tolist() == [0, 2] and given[1]._version == 2
+
+
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Driver", mock.Mock(side_effect=FileNotFoundError("no gcc")))
     with pytest.warns(UserWarning, match="issued by Python, .* got FileNotFoundError: no gcc"):
