@@ -16,7 +16,7 @@ from ringflash.attention import operators
 from ringflash.attention.inputs import CallInputs, CallShape, make_addressable, pad_values
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
-from ringflash.attention.sections import choose_sections
+from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_row, is_eager
 from ringflash.comm.group import Group, resolve
@@ -244,9 +244,8 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
         )
     if plan.algorithm is not Algorithm.RING:
         blocks = plan.key_blocks(shape)
-        keys = max(block.capacity for block in blocks)
-        dtype = plan.travelling_dtype(shape.dtype)
-        sections = choose_sections(shape.kv, shape.num_heads, keys, dtype, len(blocks))
+        sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
+        sections = choose_sections(sizes, len(blocks))
         return (
             *(
                 f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "

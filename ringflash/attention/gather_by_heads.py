@@ -31,7 +31,7 @@ from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs, KVShape
 from ringflash.attention.operands import Operands
-from ringflash.attention.sections import Unit
+from ringflash.attention.sections import GatherSizes, Unit
 from ringflash.attention.steps import Tensors
 from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
@@ -84,10 +84,9 @@ class HeadGather(GatherCall):
 
     def _gathered(self, pass_name: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
-            keys = max(block.capacity for block in self.blocks)
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
-            shape = KVShape.of(k, v)
-            chosen = sections.choose_sections(shape, num_heads, keys, operands.dtype, len(self.blocks))
+            sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, operands.dtype)
+            chosen = sections.choose_sections(sizes, len(self.blocks))
             return GatheredKV.of(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
 
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)

@@ -17,7 +17,7 @@ from ringflash.attention.inputs import CallInputs, CallShape, check_call
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
-from ringflash.attention.sections import choose_blocks
+from ringflash.attention.sections import GatherSizes, choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
@@ -111,12 +111,11 @@ class CallPlan:
         return self._blocks[shape]
 
     def _plan_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
-        whole, layout = self.gathering, self.options.layout
+        layout, dtype = self.options.layout, self.travelling_dtype(shape.dtype)
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
-        limits = whole.capacity, whole.returned_rows, whole.pairs
-        dtype = self.travelling_dtype(shape.dtype)
-        sizes = choose_blocks(shape.kv, shape.num_heads, *limits, steps, dtype, self.transport)
-        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, sizes, self.keys_of_line)
+        sizes = GatherSizes.of([self.gathering], shape.kv, shape.num_heads, dtype)
+        of_blocks = choose_blocks(sizes, steps, self.transport)
+        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_of_line)
 
     def open(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Open the transport, a collective call, and return the algorithm that runs the call."""

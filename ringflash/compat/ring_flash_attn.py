@@ -235,17 +235,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
             )  # fmt: skip
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         named |= {"attention_mask": attention_mask, "s_aux": s_aux}
-        error = find_static_error(module, query, key, dropout, sliding_window, causal, named)
-        try:
-            check_without_hooks(module)
-        except NotImplementedError as found:
-            error = found
-        if len(query) != 1 or not causal or not DATA_PARAMS:
-            error = error or ValueError(
-                "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
-                f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
-                "call it with the cu_seqlens of each batch."
-            )
+        error = _find_layer_error(module, query, key, dropout, sliding_window, causal, named)
         if error is not None:
             agree(group, {}, error)  # other ranks may be in the call: let them raise, too
             raise error
@@ -259,6 +249,24 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 
     attend_over_ring._within = within  # type: ignore[attr-defined]
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = attend_over_ring
+
+
+def _find_layer_error(
+    module: nn.Module, query: Tensor, key: Tensor, dropout: float, window: int | None, causal: bool, named: dict
+) -> Exception | None:
+    """Return the error for a layer of a model, or a call of it, that cannot attend over the ring; None if it can."""
+    try:
+        check_without_hooks(module)
+    except NotImplementedError as found:
+        return found
+    error = find_static_error(module, query, key, dropout, window, causal, named)
+    if error is None and (len(query) != 1 or not causal or not DATA_PARAMS):
+        return ValueError(
+            "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
+            f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
+            "call it with the cu_seqlens of each batch."
+        )
+    return error
 
 
 def use_ring_attn(flag: bool) -> None:

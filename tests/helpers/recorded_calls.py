@@ -208,7 +208,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
             work("copy of the rows", exchange.received)
         return arrived(exchange)
 
-    arrived, one_head = AllToAll.arrived, lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])
+    arrived, one_head = AllToAll.arrived, lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)
     stack = ExitStack()
     for module in (gathered_buffers, gradient_return, gather_units, head_exchange):
         stack.enter_context(mock.patch.object(module, "buffer", lambda *args: now[0].buffer(*args)))

@@ -30,7 +30,7 @@ from ringflash.attention.inputs import BackwardInputs, CallShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan
-from ringflash.attention.sections import choose_sections
+from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import GroupAreas, buffers
@@ -130,10 +130,10 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     shape = CallShape.of(q, k, v)
     memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
     operands = Operands.of(k, v, rounded=rounds(job.impl), for_backward=True)
-    keys = max(block.capacity for block in blocks)
+    sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, operands.dtype)
 
     def gather() -> None:
-        for sections in choose_sections(shape.kv, model.num_heads, keys, operands.dtype, len(blocks)):
+        for sections in choose_sections(sizes, len(blocks)):
             gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, operands)
         GradientReturn.of(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)

@@ -339,8 +339,7 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     plans = [plan.CallPlan(mask, "reference", "", Algorithm.GATHER, "nccl", CallOptions(group)) for group in groups]
     assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
-    gathering = plans[0].gathering
-    limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
+    limit = sections.gather_bytes(sections.GatherSizes.of([plans[0].gathering], k.shape, 32, k.dtype))
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", transport.UNDECIDED):
