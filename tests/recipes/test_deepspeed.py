@@ -39,12 +39,8 @@ from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.helpers.pool import Context, Launches, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
-<<<<<<< HEAD
 from tests.helpers.recipe_model import build_model
-from tests.recipes.launching import error_of, write_text
-=======
 from tests.recipes.launching import error_of
->>>>>>> tests
 from tests.recipes.test_deepspeed_steps import CONFIGS, CP_SIZE, FP32_EPS, config_of, mesh, weights
 from tests.recipes.test_strategy import CONFIG
 
