@@ -145,9 +145,9 @@ def _attend_rows(
     rows, named = [], is_eager()
     if not named and not torch.compiler.is_compiling():
         agree(options.group, {"rows of cu_seqlens": len(bounds)}, device=q.device)
-    for index, (*row, cu_seqlens) in enumerate(zip(q.split(1), k.split(1), v.split(1), bounds, strict=True)):
+    for index, (a, b, c, cu_seqlens) in enumerate(zip(q.split(1), k.split(1), v.split(1), bounds, strict=True)):
         with in_row(index, len(bounds)) if named else nullcontext():
-            rows.append(attend(*row, options, cu_seqlens=cu_seqlens, **arguments))
+            rows.append(attend(a, b, c, options, cu_seqlens=cu_seqlens, **arguments))
     if not arguments["return_lse"]:
         return torch.cat(rows)  # type: ignore[arg-type]
     out, lse = map(torch.cat, zip(*rows, strict=True))

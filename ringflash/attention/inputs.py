@@ -1,4 +1,4 @@
-"""Preparation and checks of q, k and v before a call: dtype, requires_grad, strides, width of v, sizes."""
+"""Inputs of a call and of a backward: preparation of q, k and v (dtype, requires_grad, strides, width of v), checks."""
 
 from __future__ import annotations
 

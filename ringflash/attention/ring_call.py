@@ -77,7 +77,8 @@ class RingCall:
             if self._plan is not None:
                 return call.q, call.k, call.v, *map(make_addressable, others)
             addressable = tuple(map(make_addressable, tensors))
-            self._plan = plan_once(CallInputs(*addressable[:3], *call[3:]))
+            q, k, v, *_ = addressable
+            self._plan = plan_once(call._replace(q=q, k=k, v=v))
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise

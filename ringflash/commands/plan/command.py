@@ -190,7 +190,7 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
 
 def _arguments_of(strategy: object) -> dict[str, Any]:
     """Return the arguments of a recipe's strategy, after checking that it is one that can be planned."""
-    named = strategy if isinstance(strategy, dict) else {"class_path": strategy}
+    named: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
     name, arguments = str(named.get("class_path")), named.get("init_args") or {}
     if "deepspeed" in name.lower():
         raise NotImplementedError(
