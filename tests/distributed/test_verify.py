@@ -255,7 +255,7 @@ def test_a_mask_that_full_layers_hide_is_named(pool: Pool, patch: str) -> None:
 def test_attention_in_both_directions(
     pool: Pool, plant: str, bounds: list[int] | None, window: int | None, where: str, why: str
 ) -> None:
-    """Of a model that is said not to be causal."""
+    """Errors of a model that is said not to be causal."""
     settings = {"window": window, "causal": False}
     assert_named(pool, where, why, plant, None, bounds, None, settings)
 
