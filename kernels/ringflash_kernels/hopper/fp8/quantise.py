@@ -24,7 +24,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 
 _SMALLEST = gl.constexpr(127 + SMALLEST_EXPONENT)
 _NUM_TAIL = gl.constexpr(TAIL_BYTES // 4)
-_SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
+SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
 
 
 @gluon.constexpr_function
@@ -307,7 +307,7 @@ def _quantise_rows(
             (head_dim, dequantised, largest is None), num_blocks * num_heads * batch,
             q, values, values if scales is None else scales, values if largest is None else largest, seqlen, num_heads,
             num_blocks, *q.stride()[:3], *values.stride()[:3],
-            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
+            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
             WARPS=warps,
         )  # fmt: skip
 
@@ -339,7 +339,7 @@ def quantise_kv(
             (head_dim, for_backward, numbered), 2 * num_blocks * num_heads * batch,
             k, v, values, tails, values if numbers is None else numbers, seqlen, num_heads, num_blocks,
             *k.stride()[:3], *v.stride()[:3],
-            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, NUMBERED=numbered, WARPS=warps,
+            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=SIGNS, TRANSPOSED=not for_backward, NUMBERED=numbered, WARPS=warps,
         )  # fmt: skip
     return out
 
