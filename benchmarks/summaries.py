@@ -157,7 +157,7 @@ def ring() -> str:
 def aims() -> str:
     """Tabulate the percentage of the ideal by number of GPUs (brackets: from a CUDA graph), with the aims for eight."""
     machines = {
-        "2 GPUs": ("ring_short_2xh200", "ring_2xh200"),
+        "2 GPUs (H100s up to 32k)": ("ring_2xh100", "ring_2xh200"),
         "4 GPUs": ("ring_4xh200", "ring_4xh200_128k"),
         "8 GPUs": ("ring_8xh200", "ring_8xh200_32k"),
     }
@@ -215,25 +215,16 @@ def _step(result: dict, step: dict) -> list[str]:
 
 
 def eager() -> str:
-    """Tabulate short rows of the ring on two GPUs: from a CUDA graph, and eagerly on two hosts."""
+    """Tabulate rows of the ring on two GPUs, from a CUDA graph and eagerly."""
     rows = []
     for tokens, heads in (
-        ("4096", "32/8 heads of 128"),
-        ("8192", "32/8 heads of 128"),
+        *((f"{length * 1024}", "32/8 heads of 128") for length in (4, 8, 32)),
         ("8192", "32/32 heads of 128"),
         ("8192", "32/8 heads of 64"),
     ):
-        cells = [
-            _both(file, tokens, "causal", name, heads)
-            for file, name in (
-                ("ring_short_2xh200", GRAPH),
-                ("ring_short_2xh200", COPY_ENGINE),
-                ("ring_fast_host_2xh200", COPY_ENGINE),
-            )
-        ]
+        cells = (_both("ring_2xh100", tokens, "causal", name, heads) for name in (GRAPH, COPY_ENGINE, NCCL))
         rows.append([f"{int(tokens) // 1024}k, {heads}", *cells])
-    fast = load("ring_fast_host_2xh200")["environment"]["commit"]
-    return table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", f"eagerly, fast host ({fast})"], rows)
+    return table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", "eagerly, NCCL"], rows)
 
 
 def recorded_calls() -> str:
@@ -258,14 +249,40 @@ def recorded_calls() -> str:
 
 def ring_fp8() -> str:
     """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
-    mask = "causal, hopper_fp8 with backward fp8_scores"
+    mask = "causal, hopper_fp8_scores"
     names = {"copy engine": COPY_ENGINE, "copy engine, CUDA graph": GRAPH, "NCCL": NCCL}
     rows = [
-        [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh200", tokens, mask, name).split(" / ")]
-        for tokens in ("32768", "8192")
+        [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh100", tokens, mask, name).split(" / ")]
+        for tokens in ("32768", "16384", "8192", "4096")
         for label, name in names.items()
     ]
     return table(["tokens a GPU", "over", "forward", "both passes"], rows)
+
+
+def fp8_steps() -> str:
+    """Tabulate the fastest step of each kind of attention and linear layers, relative to bf16."""
+    steps, commits = {}, {}
+    for ranks, linear in ((1, "bf16"), (1, "FP8"), (2, "bf16")):
+        result = load(f"fp8_steps_eight_layers_{'' if linear == 'bf16' else 'float8_'}{ranks}xh100")
+        timed = [step for step in result["steps"] if step["kind"] == "timed"]
+        for step in sorted(timed, key=lambda step: -step["seconds"]):
+            steps[ranks, step["seqlen"], step["attention"], linear] = step
+        commits[result["commit"]] = None
+    rows = []
+    for (ranks, seqlen, attention, linear), step in sorted(steps.items()):
+        ratio = steps[ranks, seqlen, "hopper", "bf16"]["seconds"] / step["seconds"]
+        figures = f"{step['seconds']:.2f} ({ratio:.2f})", f"{step['mfu_percent']:.1f}%", f"{step['device_gib']:.0f}"
+        rows.append([f"{ranks}", f"{seqlen:,}", f"`{attention}`", linear, *figures])
+    head = [
+        "H100s",
+        "tokens",
+        "attention",
+        "linear layers",
+        "s a step (speed / bf16)",
+        "MFU by bf16 peak",
+        "GiB in use",
+    ]
+    return f"Commit {' and '.join(commits)}:\n\n{table(head, rows)}"
 
 
 def trainer() -> str:
@@ -333,6 +350,6 @@ SUMMARIES = {
         "loss_curves_on_cpus": loss_curves_on_cpus,
         "loss_curves_on_gpus": loss_curves_on_gpus,
     },
-    "docs/fp8.md": {"ring_fp8": ring_fp8},
+    "docs/fp8.md": {"ring_fp8": ring_fp8, "fp8_steps": fp8_steps},
     "docs/accelerate.md": {"trainer": trainer, "trainer_errors": trainer_errors},
 }

@@ -91,7 +91,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield page, name, fp8_losses_table(result)
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
-        yield "docs/measurements.md" if "without" in name else "docs/fp8.md", name, fp8_steps_table(result)
+        yield "docs/measurements.md", name, fp8_steps_table(result)
     for name, result in _of_results("torchtitan_*"):
         yield "docs/torchtitan.md", name, torchtitan_table(result)
     for name, result in _of_results("megatron_*"):
@@ -270,23 +270,28 @@ def fp8_losses_table(result: dict) -> str:
 
 
 def fp8_steps_table(result: dict) -> str:
-    """Tabulate the timed steps of `benchmarks/train_steps.py --attention` with their parts."""
+    """Tabulate the timed steps of `benchmarks/train_steps.py --attention`: all seconds, and the parts of the last."""
     names = ("attention", "linear", "other", "idle")
+    groups: dict[tuple[int, str], list[dict]] = {}
+    for step in result["steps"]:
+        if step["kind"] == "timed":
+            groups.setdefault((step["seqlen"], step["attention"]), []).append(step)
     rows = (
         (
-            step["attention"],
-            f"{step['seconds']:.2f}",
-            *(f"{step['parts'][name]:.2f}" for name in names),
-            f"{step['mfu_percent']:.1f}%",
-            f"{step['mfu_percent'] / FP8_PER_BF16:.1f}%",
-            f"{step['loss']:.3f}",
+            f"{seqlen:,}",
+            attention,
+            ", ".join(f"{step['seconds']:.2f}" for step in steps),
+            *(f"{steps[-1]['parts'][name]:.2f}" for name in names),
+            f"{steps[-1]['mfu_percent']:.1f}%",
+            f"{steps[-1]['mfu_percent'] / FP8_PER_BF16:.1f}%",
+            f"{steps[-1]['loss']:.3f}",
         )
-        for step in result["steps"]
-        if step["kind"] == "timed"
+        for (seqlen, attention), steps in groups.items()
     )
-    source = f"{_measured(result, 'torch', 'triton', 'lightning', 'transformers')}; in the order of the run."
-    head = ("attention", "s", *(f"{name}, s" for name in names), "MFU by bf16 peak", "by FP8 peak", "loss")
-    return _page(source, head, rows)
+    launch = f"torchrun --nproc-per-node {result['ranks']} " if result["ranks"] > 1 else ""
+    source = f"{_measured(result, 'torch', 'triton', 'lightning', 'transformers', by=launch)}."
+    head = ("tokens", "attention", "s of each step", *(f"{name}, s" for name in names))
+    return _page(source, (*head, "MFU by bf16 peak", "by FP8 peak", "loss"), rows)
 
 
 def fp8_layers_table(result: dict) -> str:
