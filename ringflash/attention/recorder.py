@@ -269,7 +269,11 @@ class Recorder(TorchDispatchMode):
                     yield step
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note an operator that is no view."""
+        """Note an operator that is no view; one that writes to no element of a tensor is left out."""
+        tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, torch.Tensor)]
+        in_place = isinstance(out, torch.Tensor) and bool(tensors) and out is tensors[0][1]
+        if in_place and not out.numel():
+            return
         self._drop_freed()
         self._enter()
         self._streams[len(self.steps)] = self._entered
@@ -285,8 +289,6 @@ class Recorder(TorchDispatchMode):
 
             self.steps.append(allocate)
             return
-        tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        in_place = isinstance(out, torch.Tensor) and bool(tensors) and out is tensors[0][1]
         nested = len([x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]) > len(tensors)
         if nested or not (in_place or self._is_new(out)):
             self.problem = f"the operator {func}"

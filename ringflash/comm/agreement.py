@@ -14,7 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -176,9 +175,7 @@ class TrackedCall:
         self._number = call_numbers.begin(self._group)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._group is not None:
             call_numbers.end_failed(self._group, self._number)
             posted = self._count() - self._before

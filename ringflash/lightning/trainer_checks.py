@@ -17,6 +17,7 @@ from torch import Tensor
 from ringflash.comm.agreement import gather
 from ringflash.comm.mesh import DataContextRanks
 from ringflash.comm.modules.buffers import ChangedBuffers
+from ringflash.lightning.checkpoints import check_folders
 from ringflash.wrap.wrapper import in_step
 
 
@@ -38,6 +39,15 @@ class TrainerChecks(ParallelStrategy):
             check_interval(self._trainer)
             if not copies_module:
                 check_averaging(self._trainer)
+
+    def setup(self, trainer: lightning.Trainer) -> None:
+        """Set up as the strategy does, after checking where checkpoints will be written.
+
+        Raises:
+            ValueError: checkpoints would be written to a bucket.
+        """
+        check_folders(trainer)
+        super().setup(trainer)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loaders' workers by data rank after `seed_everything(workers=True)`: ranks of a ring read the same."""

@@ -75,7 +75,7 @@ def sections_over_messages() -> Iterator[None]:
     """Calls gather one head at a time over messages, and the first one travels while the others are written."""
     with (
         messages_by_heads(),
-        mock.patch.object(sections, "choose_sections", lambda shape, *_: sections.Sections(*[(1,) * shape[2]] * 2)),
+        mock.patch.object(sections, "choose_sections", lambda sizes, *_: sections.Sections(*[(1,) * sizes.kv[2]] * 2)),
         mock.patch.object(sections, "PUBLISHED_BYTES", 0),
     ):
         yield

@@ -16,8 +16,8 @@ from recipes.lightning.text import PackedText
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
-from ringflash.lightning.module import build_model
 from tests.helpers.pool import Launches
+from tests.helpers.recipe_model import build_model
 from tests.recipes.launching import write_text
 from tests.recipes.test_strategy import CONFIG, SEQLEN
 from tests.recipes.weights_worker import found

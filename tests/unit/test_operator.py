@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash
 from ringflash.attention import operators, plan
 from ringflash.attention.api import attend
+from ringflash.attention.inputs import CallInputs
 from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
@@ -356,7 +357,7 @@ def test_ranks_compare_the_kind_of_their_device() -> None:
     found = []
     for device in ("cpu", "meta"):
         q = torch.empty(1, 8, 2, 16, device=device)
-        made = plan.plan_call(q, q, q, None, arguments)
+        made = plan.plan_call(CallInputs(q, q, q, None, arguments))
         found.append(plan.signature(q, q, made, width=1))
         assert plan.signature(q, q, made, width=1) is found[-1] and plan.signature(q, q, made, width=2)["width"] == 2
     assert {name for name, value in found[0].items() if value != found[1][name]} == {"device"}

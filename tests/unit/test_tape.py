@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringflash.attention import gather_by_heads, recorder, schedule, sections, tape
 from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, driver
 from ringflash.comm.call_numbers import CallNumber
@@ -357,7 +358,7 @@ class Calls:
         ):
             out, lse = lines_of(lines, call.forward, q, k, v, row_max)
             saved = dout, torch.zeros_like(lse), q, k, v, out, lse, row_max
-            lines_of(lines, call.backward, *saved)
+            lines_of(lines, lambda *given: call.backward(BackwardInputs(*given)), *saved)
         return lines + [
             (LOGS[index - 2].numbers[event.cuda_event], what, values)
             for index, call_in_flight in enumerate(watched)
@@ -423,7 +424,7 @@ def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
     made = tape.Tape(())
     x = torch.zeros(1)
     for _ in range(3):
-        made.record(Memory(), (x, x), lambda x, y: (x + y,))
+        made.record(Memory(), (x, x), lambda tensors: (tensors[0] + tensors[1],))
     assert not made.steps
 
 
@@ -439,8 +440,25 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     LOGS.append(Log())
     made = tape.Tape(())
     for _ in range(3):
-        made.record(Memory(), (torch.zeros(1),), issue)
+        made.record(Memory(), (torch.zeros(1),), lambda tensors: issue(*tensors))
     assert made.calls == 3 and not made.steps
+
+
+def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
+    """An input that a backward will read must not count writes of later calls, even if they write nothing."""
+
+    def issue(tensors: tuple[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (x,) = tensors
+        x[1:].fill_(2)
+        x[:0].fill_(2)
+        return (x.clone(),)
+
+    LOGS.append(Log())
+    made, given = tape.Tape(()), [torch.zeros(2) for _ in range(3)]
+    for x in given[:2]:
+        made.record(Memory(), (x,), issue)
+    (got,) = made.repeat(Memory(), (given[2],), CallNumber(1), CallInFlight(0, 0, "forward", 0.0))
+    assert got.tolist() == [0, 2] and given[1]._version == 2
 
 
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:

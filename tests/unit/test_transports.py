@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringflash.attention import gather_by_heads, gradient_return, plan, schedule, sections
-from ringflash.attention.inputs import CallShape, KVShape
+from ringflash.attention.inputs import CallInputs, CallShape, KVShape
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.comm import communicator, transport
 from ringflash.comm.group import HostSplit
@@ -339,8 +339,7 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     plans = [plan.CallPlan(mask, "reference", "", Algorithm.GATHER, "nccl", CallOptions(group)) for group in groups]
     assert len({one.gathering.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
-    gathering = plans[0].gathering
-    limit = sections.gather_bytes(k.shape, 32, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
+    limit = sections.gather_bytes(sections.GatherSizes.of([plans[0].gathering], k.shape, 32, k.dtype))
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", transport.UNDECIDED):
@@ -384,9 +383,9 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     made, alive = list[Any](), [object()]
     decided = [Algorithm.GATHER]
 
-    def make(q: Any, k: Any, v: Any, bounds: Any, options: CallOptions, flags: int) -> plan.CallPlan:
-        made.append(flags)
-        return plan.CallPlan(mock.Mock(), "hopper", "", decided[0], "copy_engine", options)
+    def make(call: CallInputs) -> plan.CallPlan:
+        made.append(call.grad_flags)
+        return plan.CallPlan(mock.Mock(), "hopper", "", decided[0], "copy_engine", call.options)
 
     monkeypatch.setattr(plan, "planned", {})
     monkeypatch.setattr(plan, "plan_call", make)
@@ -401,7 +400,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     ) -> int:  # fmt: skip
         x: Any = mock.Mock(device=torch.device("cuda", 0), shape=(1, 8, 2, 8), dtype=torch.bfloat16)
         x.stride.return_value, x.data_ptr.return_value = (stride,), address
-        plan.plan_again(x, x, x, documents, CallOptions(group, causal), flags)  # type: ignore[arg-type]
+        plan.plan_once(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
         return len(made)
 
     assert [ask(), ask(), ask(address=32), ask(stride=9), ask(address=2), ask(flags=7)] == [1, 1, 1, 2, 3, 4]
