@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import ringflash
+from ringflash import huggingface
 from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, call_order, transport
 from ringflash.comm.call_order import CallOrder
+from tests.helpers import models, peer_memory
 from tests.helpers import own_models as own
-from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, on_ranks
 
@@ -105,9 +106,6 @@ def other_layers_bound(ctx: Context) -> None:
 
 def other_layers_of_transformers(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     model = models.build(num_hidden_layers=3)
     huggingface.set_group(model, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)

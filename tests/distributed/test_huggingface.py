@@ -20,6 +20,8 @@ from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
 DIVISIBLE = (0, 8, 32)  # by 2 * 4 ranks
@@ -51,8 +53,6 @@ OF_KIND: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     huggingface.register()
     config = AutoConfig.for_model(
         kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -22,6 +22,8 @@ from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForTokenClassification
+
 
 def second_model(model: Any) -> nn.Module:
     """Another model from the same configuration object, for attention in one process."""
@@ -146,8 +148,6 @@ def test_labels_without_their_number_are_refused(ctx: Context) -> None:
 @on_ranks(2)
 def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
     """A model for both; one rank has an image."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     huggingface.register()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {"model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, **sizes}
@@ -170,8 +170,6 @@ def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
 
 @on_ranks(2)
 def test_labels_averaged_over_the_shard_are_refused(ctx: Context) -> None:
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
     huggingface.register()
     model = AutoModelForTokenClassification.from_config(
         AutoConfig.for_model("llama", **models.TINY), attn_implementation="ringflash"

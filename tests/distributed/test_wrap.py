@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash import huggingface
 from ringflash.comm.modules import buffers
 from ringflash.wrap.wrapper import in_step, refuse_between_steps
+from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, Pool, on_ranks
 from tests.helpers.ring_check import assert_trains_alike
@@ -93,7 +95,7 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken", "partly"])
+@pytest.mark.parametrize("name", ["rotary", "bound", "non_reentrant", "broken", "partly"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
     """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed.
 
@@ -260,9 +262,6 @@ def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> 
 @on_ranks(2, 4)
 def test_transformers_model_within_a_module(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     whole, ring = models.build(impl="sdpa"), nn.ModuleDict({"lm": models.build(impl="sdpa")})
     ringflash.wrap_attention(ring, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
