@@ -22,7 +22,7 @@ from ringflash.comm.agreement import agree
 from ringflash.huggingface.consistency import ShardLoss
 from ringflash.huggingface.options import NAME
 from ringflash.huggingface.spans import number_spans
-from ringflash.huggingface.validation import without_peft
+from ringflash.huggingface.validation import find_noise_error, without_peft
 from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import pad_sequence
 
@@ -256,10 +256,8 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
             "logits of the sequence never exist together. Leave out label_smoothing_factor, compute_loss_func and "
             "compute_metrics; for log-probabilities see ringflash.log_probs, for answers generate."
         )
-    if getattr(causal.get_input_embeddings(), "neftune_noise_alpha", None):
-        raise NotImplementedError(
-            "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
-        )
+    if (error := find_noise_error(causal)) is not None:
+        raise error
     if not left_padding:  # TRL computes its own losses
         _check_loss_function(causal)
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])

@@ -21,13 +21,13 @@ from ringflash.comm import agreement, cuda_graphs
 from ringflash.comm.modules.buffers import ChangedBuffers, persistent_buffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
-from ringflash.comm.modules.parameters import EqualParameters
+from ringflash.comm.modules.parameters import EqualParameters, named_whole
 from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing
 from ringflash.huggingface.spans import LayerSpans, say_of_other_layers, spans_fit
-from ringflash.huggingface.validation import check_adapters, find_shape_error
+from ringflash.huggingface.validation import check_adapters, find_noise_error, find_shape_error
 from ringflash.sequence.layout import read_documents
 
 # Beginnings of arguments' names.
@@ -49,12 +49,14 @@ class ForwardInputs:
         length: length of the sequence in the current forward, for rotations that depend on it; None is that of the
             padded sequence.
         next_length: `length` of the next forward.
+        next_model: the model around the decoder, whose parameters the next forward compares; None is the decoder's.
     """
 
     takes_whole_batches = False
     counts_positions = False
     length: int | None = None
     next_length: int | None = None
+    next_model: nn.Module | None = None
 
     def __init__(self, names: tuple[str, ...], options: ModelRing, configs: list[Any]) -> None:
         self._names = names
@@ -106,6 +108,7 @@ class ForwardInputs:
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
         self.length, self.next_length = self.next_length, None
+        whole, self.next_model = self.next_model or model, None
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = say_of_other_layers(kwargs["attention_mask"])
         if self.options.group is not None:
@@ -113,7 +116,7 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and not hasattr(child, "_ringflash_inputs"):  # added after set_group
                     use_global_length(child, self)
-            self._compared = self._noted_parameters(model) if torch.is_grad_enabled() else None
+            self._compared = self._noted_parameters(whole) if torch.is_grad_enabled() else None
             if model.training:
                 self._begin_training(model, given)
         return args, kwargs
@@ -125,12 +128,14 @@ class ForwardInputs:
 
     @torch.compiler.disable(reason="parameters are read")
     def _noted_parameters(self, model: nn.Module) -> EqualParameters:
-        self._parameters.begin(model)
+        self._parameters.begin(named_whole(model))
         return self._parameters
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
     def _begin_training(self, model: nn.Module, given: dict[str, Any]) -> None:
         """Let dropout draw another mask on each rank, also if all are seeded alike; at first align FSDP2's units.
+
+        Trainer's noise in the embeddings is noted as an error: its size depends on the length of the shard.
 
         Raises:
             NotImplementedError: the model has dropout, and a CUDA graph is captured, in which nothing can be seeded.
@@ -138,6 +143,7 @@ class ForwardInputs:
         if not self._aligned:
             self._aligned = True
             align_during_forward(model)
+        self.note("noise", find_noise_error(model))
         device = next((x.device for x in given.values() if isinstance(x, Tensor)), torch.device("meta"))
         if cuda_graphs.capturing(device):
             drops = [name for name, x in model.named_modules() if isinstance(x, nn.Dropout) and x.training and x.p > 0]
@@ -158,9 +164,12 @@ class ForwardInputs:
             seeding.__exit__(None, None, None)
 
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note labels that the model would shift inside the shard; a forward pre-hook of the model with the head."""
-        checked = self.options.group is not None and not self.takes_whole_batches and kwargs.get("labels") is not None
-        self.note("labels", _find_labels_error(model, kwargs) if checked else None)
+        """Note the model, and labels that it would shift inside the shard; a forward pre-hook of that with the head."""
+        self.next_model = model
+        checked = self.options.group is not None and not self.takes_whole_batches
+        labelled = checked and kwargs.get("labels") is not None
+        self.note("labels", _find_labels_error(model, kwargs) if labelled else None)
+        self.note("logits", _find_logits_error(kwargs.get("logits_to_keep")) if checked else None)
 
     def refuse_media(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise NotImplementedError on every rank for an image, video or sound; a forward pre-hook."""
@@ -399,6 +408,16 @@ def refuse_media(model: nn.Module, base: nn.Module, inputs: ForwardInputs) -> No
 def name_of_layer(module: nn.Module) -> str:
     """Return the class of a layer, and its index in the model if it has one."""
     return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+
+
+def _find_logits_error(kept: Any) -> Exception | None:
+    """Return the error for a number of last tokens, which would be those of each shard."""
+    if not isinstance(kept, int) or not kept:
+        return None
+    return NotImplementedError(
+        f"logits_to_keep must be 0 on a ring, or a tensor of rows of the shard, got {kept}: the last tokens of each shard "
+        "are not those of the sequence; gather the hidden states that you need (ringflash.unshard_sequence)."
+    )
 
 
 def _find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | None:

@@ -118,7 +118,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         causal: Any = without_peft(self.model)
         inputs, rest = self._checked_inputs(causal, position_ids.device), {}
         if inputs is not None:
-            inputs.next_length = length
+            inputs.next_length, inputs.next_model = length, causal
             rest = {"columns": columns} if inputs.counts_positions else {}
         types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
         rest |= {name: x for name, x in (types | {"inputs_embeds": inputs_embeds}).items() if x is not None}

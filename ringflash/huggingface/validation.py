@@ -234,6 +234,15 @@ def check_direction(module: nn.Module) -> None:
         )
 
 
+def find_noise_error(model: Any) -> Exception | None:
+    """Return the error for NEFTune, whose noise is divided by the root of the length, or None."""
+    if not getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return None
+    return NotImplementedError(
+        "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
+    )
+
+
 def _check_dropout(dropout: float) -> None:
     if dropout > 0:
         raise NotImplementedError(f"dropout must be 0, got {dropout}; set config.attention_dropout = 0.")

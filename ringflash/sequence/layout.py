@@ -15,6 +15,7 @@ Positions increase within a shard, so an interval of positions is an interval of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import agree
 from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
@@ -179,8 +181,9 @@ def shard_sequence(
             zero outside the shard.
     """
     shard = cut_sequence(x, group, dim, layout, cu_seqlens)
-    if x.dtype in (torch.int64, torch.int32) and shard is not x and not torch.compiler.is_compiling():
-        _wholes[shard] = checksum_of_integers(x)
+    if x.dtype in _INTEGERS and shard is not x and not torch.compiler.is_compiling():
+        _wholes[shard] = whole = checksum_of_integers(x)
+        _cut.append((checksum_of_integers(shard), whole))
     return shard
 
 
@@ -196,13 +199,26 @@ def cut_sequence(
     return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
 
 
+_INTEGERS = (torch.int64, torch.int32)
 _wholes = WeakIdKeyDictionary()  # shards of integers, and a checksum of the whole tensor of each
+_cut: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=16)  # checksums of the last shards and of the wholes
 
 
-def checksum_of_whole(shard: torch.Tensor) -> torch.Tensor | None:
-    """Return a checksum, a scalar, of the integers that `shard_sequence` has cut this shard from; None for others."""
-    found: torch.Tensor | None = _wholes.get(shard)
-    return found
+def checksum_of_whole(shard: torch.Tensor) -> int | None:
+    """Return a checksum of the integers that `shard_sequence` has cut a shard, or what is a copy of it, from, or None.
+
+    The host waits for the device. Copies are found by their values, unless these are all equal, or those of shards of
+    several tensors.
+    """
+    if shard.dtype not in _INTEGERS or not shard.numel() or cuda_graphs.capturing(shard.device):
+        return None
+    if (known := _wholes.get(shard)) is not None:
+        return int(known)
+    if (shard == shard.flatten()[0]).all():
+        return None
+    mine = int(checksum_of_integers(shard))
+    found = {int(whole) for part, whole in _cut if int(part) == mine}
+    return found.pop() if len(found) == 1 else None
 
 
 def unshard_sequence(

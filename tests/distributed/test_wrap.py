@@ -596,13 +596,40 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
 
 @on_ranks(2)
 def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
-    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks; also copies of shards."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
     positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
     shard = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
-    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
-        model(shard, positions)
-    model(ringflash.shard_sequence(own.tokens(), ctx.group), positions)
+    for given in (shard, shard.clone()):
+        with pytest.raises(
+            ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"
+        ):
+            model(given, positions)
+    right = ringflash.shard_sequence(own.tokens(), ctx.group)
+    for given in (right, right.clone()):
+        model(given, positions)
+    if ctx.rank:  # two sequences with this shard: it is not known which one a copy is of
+        ringflash.shard_sequence(own.tokens().index_fill(1, torch.tensor([0]), 1), ctx.group)
+    for _ in range(4):
+        model(right.clone(), positions)
+
+
+@on_ranks(2)
+def test_averages_compare_parameters(ctx: Context) -> None:
+    """A layer that is not wrapped was seeded by the rank. What is meant to differ is divided only."""
+    layer = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        layer.weight += ctx.rank
+    layer.weight.grad, layer.bias.grad = (
+        torch.full((4, 4), 2.0 + ctx.rank).double(),
+        torch.arange(4.0).double() * ctx.rank,
+    )
+    with pytest.raises(ValueError, match=r"different values of parameter 0 \(4, 4\) \(1 of 2\); seed all ranks alike"):
+        ringflash.average_gradients(layer.parameters(), ctx.group)
+    layer.weight.allreduce = False  # type: ignore[attr-defined]
+    ringflash.average_gradients(layer.parameters(), ctx.group)
+    assert_close(layer.weight.grad, torch.full((4, 4), (2.0 + ctx.rank) / ctx.size).double())
+    assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
 
 
 @on_ranks(2)

@@ -243,10 +243,12 @@ def siblings_in_a_chain(group: Group) -> Training:
 
 
 def other_weights_on_rank_1(group: Group) -> Training:
-    """Rank 1 has other weights than the others; in the decoder its first forward would refuse them."""
+    """Rank 1 has other weights than the others, marked as if they should: the first forward refuses all other ones."""
     training = right(group)
+    weight: Any = training.module.get_submodule("model.lm_head").weight
+    weight.allreduce = False
     if group is not None and group.rank() == 1:
-        training.module.get_submodule("model.lm_head").weight.data *= 1.1
+        weight.data *= 1.1
     return training
 
 

@@ -7,7 +7,7 @@ model. Their attention mixes keys of all of these, without an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch
@@ -20,22 +20,22 @@ from ringflash.comm.comparison import gather_values
 
 
 class EqualParameters:
-    """Parameters of a module that every rank has whole; not those that FSDP or ZeRO-3 shards.
+    """Parameters that every rank has whole; not those that FSDP or ZeRO-3 shards.
 
-    They are compared in the forwards 1, 2, 4, 8, ... with gradients.
+    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients.
     """
 
     def __init__(self) -> None:
         self._num_forwards = 0
         self._sums: dict[str, int] = {}
 
-    def begin(self, module: nn.Module) -> None:
-        """Note the values at the start of a forward, if this one is compared."""
+    def begin(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
         self._num_forwards += 1
         self._sums = {}
         if not self._is_due:
             return
-        parameters = dict(_whole_parameters(module))
+        parameters = {name: x for name, x in named if _is_whole(x)}
         if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
             sums = [_sum_of_bits(x) for x in parameters.values()]
             on_one_device = torch.stack([x.to(sums[0].device) for x in sums])
@@ -63,21 +63,25 @@ class EqualParameters:
             "that of an expert that other ranks do not have, set parameter.allreduce = False."
         )
 
-    def compare(self, module: nn.Module, group: dist.ProcessGroup | None, batch: Sequence[torch.Tensor] = ()) -> None:
+    def compare(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        batch: Callable[[], list[int]] = list,
+    ) -> None:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            batch: checksums of the whole sequences of this forward, scalars, as far as they are known.
+            batch: returns checksums of the whole sequences of this forward, as far as they are known.
         Raises:
             ValueError: a parameter or a sequence differs between ranks; on every rank.
         """
         if group is None:
             return
-        self.begin(module)
+        self.begin(named)
         if not self._is_due:
             return
-        sequences = [int(x) for x in batch[:8] if not cuda_graphs.capturing(x.device)]
-        checksums, of_ranks = zip(*gather(group, [self.checksum, sequences]), strict=True)
+        checksums, of_ranks = zip(*gather(group, [self.checksum, batch()[:8]]), strict=True)
         if len(set(checksums)) > 1:
             self.raise_for(group)
         if len(set(map(len, of_ranks))) == 1 and len(set(map(tuple, of_ranks))) > 1:
@@ -88,18 +92,23 @@ class EqualParameters:
             )
 
 
-def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by name, without shards and quantized ones.
-
-    Shards are DTensors, parameters of ZeRO-3, and all inside a unit of FSDP1.
-    """
-    for name, x in module.named_parameters(prefix, recurse=False):
-        plain = type(x) is nn.Parameter and not x.is_meta and not hasattr(x, "ds_status")
-        if plain and getattr(x, "allreduce", True):
-            yield name, x
+def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters by name, without those inside a unit of FSDP1."""
+    yield from module.named_parameters(prefix, recurse=False)
     for name, child in module.named_children():
         if type(child).__name__ != "FullyShardedDataParallel":
-            yield from _whole_parameters(child, f"{prefix}.{name}" if prefix else name)
+            yield from named_whole(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _is_whole(x: nn.Parameter) -> bool:
+    """Return False for quantized parameters, for shards, which are DTensors or those of ZeRO-3, and what may differ."""
+    plain = type(x) is nn.Parameter and not x.is_meta and not hasattr(x, "ds_status")
+    return plain and is_shared(x)
+
+
+def is_shared(parameter: nn.Parameter) -> bool:
+    """Return False for a parameter that is meant to differ between ranks, such as that of an expert of one rank."""
+    return bool(getattr(parameter, "allreduce", True))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
