@@ -59,6 +59,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
 
 
+def name_of_layer(module: nn.Module) -> str:
+    """Return the class of a layer, and its index in the model if it has one."""
+    return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+
+
 def find_decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that reads the sequence, without towers for images or sound."""
     get_decoder: Any = getattr(model, "get_decoder", None)

@@ -24,7 +24,7 @@ from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.comm.modules.parameters import EqualParameters, named_whole
-from ringflash.huggingface.options import NAME, ModelRing
+from ringflash.huggingface.options import NAME, ModelRing, inputs_of
 from ringflash.sequence.layout import checksum_of_whole, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
@@ -127,7 +127,7 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
     local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
-        if (inputs := getattr(layer, "_ringflash_inputs", None)) is not None:
+        if (inputs := inputs_of(layer)) is not None:
             changes.append((inputs, "options", local))
         elif isinstance(layer, RingAttention):
             changes.append((layer, "options", layer.options._replace(group=None, layout="contiguous")))

@@ -87,7 +87,7 @@ def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
     """torch raises if generators are read then, so a model with dropout is refused, and one without runs as before."""
     transformers = pytest.importorskip("transformers")
     from ringflash import huggingface
-    from ringflash.huggingface import consistency
+    from ringflash.huggingface import forward_inputs
     from tests.helpers import models
 
     huggingface.register()
@@ -102,7 +102,7 @@ def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        with mock.patch.object(consistency, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
+        with mock.patch.object(forward_inputs, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
             model(**batch)
 
 
