@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
+from ringflash.sequence.tensor_cache import LastResult
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
 DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
@@ -309,13 +309,7 @@ def document_table(
 
 def read_documents(cu_seqlens: torch.Tensor) -> Documents:
     """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
-        return _documents(cu_seqlens)
-    known = _read.get(id(cu_seqlens))
-    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
-        _read.clear()
-        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _documents(cu_seqlens))
-    return known[2]
+    return _documents(cu_seqlens) if cu_seqlens.device.type == "cpu" else _documents_on_device(cu_seqlens)
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Documents:
@@ -329,7 +323,7 @@ def _documents(cu_seqlens: torch.Tensor) -> Documents:
     return Documents.from_rows(cu_seqlens.tolist())
 
 
-_read: dict[int, tuple[ref[torch.Tensor], int, Documents]] = {}  # id: the tensor, its version, its values
+_documents_on_device = LastResult(_documents)
 
 
 def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> Documents | None:
