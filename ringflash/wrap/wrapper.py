@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ringflash import huggingface
@@ -81,10 +82,7 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
-    module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
-    module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
-    module._ringflash_parameters = EqualParameters()  # type: ignore[assignment]
-    module._ringflash_aligned = False  # type: ignore[assignment]
+    module._ringflash_forwards = _TrainingForwards()  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_state, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -254,6 +252,27 @@ def _is_training(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+class _TrainingForwards:
+    """Comparisons between the ranks of a ring of what a module's training forwards use and change."""
+
+    def __init__(self) -> None:
+        self._aligned = False  # FSDP2's units
+        self._parameters, self._buffers, self._gradients = EqualParameters(), ChangedBuffers(), FilledGradients()
+
+    def begin(self, module: nn.Module, group: dist.ProcessGroup | None, given: tuple[Any, ...]) -> None:
+        """Compare the parameters and sequences of a forward, and note the buffers."""
+        if not self._aligned:
+            self._aligned = True
+            align_during_forward(module)
+        self._parameters.compare(named_whole(module), group, functools.partial(_sequences_of, given))
+        self._buffers.begin(module)
+
+    def end(self, module: nn.Module, group: dist.ProcessGroup | None, result: object) -> None:
+        """Compare the buffers that a forward has changed, and its gradients at the end of the backward."""
+        self._buffers.end(module, group)
+        self._gradients.begin(module, group, result)
+
+
 def _sequences_of(given: tuple[Any, ...]) -> list[int]:
     """Return the checksums of the whole sequences of the shards among the arguments of a forward."""
     found = (checksum_of_whole(x) for x in given if isinstance(x, torch.Tensor))
@@ -267,19 +286,13 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
         compared = compared and not state.whole  # a rank may be off the ring by itself
         if compared:
-            if not self._ringflash_aligned:
-                self._ringflash_aligned = True
-                align_during_forward(self)
-            batch = functools.partial(_sequences_of, (*args, *kwargs.values()))
-            self._ringflash_parameters.compare(named_whole(self), state.options.group, batch)
-            self._ringflash_buffers.begin(self)
+            self._ringflash_forwards.begin(self, state.options.group, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
         if compared:
-            self._ringflash_buffers.end(self, state.options.group)
-            self._ringflash_gradients.begin(self, state.options.group, result)
+            self._ringflash_forwards.end(self, state.options.group, result)
         return result
 
     return entry
