@@ -21,6 +21,7 @@ from ringflash.accelerate import registration
 from ringflash.accelerate.forward import put_on_ring
 from tests.helpers import models, span_models, trainer
 from tests.helpers.pool import Context, Pool, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -227,18 +228,13 @@ def test_a_compiled_model(ctx: Context) -> None:
     ring, whole = (models.build("llama", "sdpa", num_hidden_layers=1) for _ in range(2))
     put_on_ring(ring, ctx.group)
     ids = models.tokens(2)
-    want = trainer.loss_in_fp64(whole(ids).logits, ids, 61)
-    want.backward()
     compiled = torch.compile(ring, backend="eager")
     ring.compile(backend="eager")
     for run in (compiled, ring):
-        ring.zero_grad()
-        loss = run(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.testing.assert_close(loss, want, rtol=1e-12, atol=0)
-        for p, q in zip(ring.parameters(), whole.parameters(), strict=True):
-            dist.all_reduce(p.grad, group=ctx.group)
-            torch.testing.assert_close(p.grad / ctx.size, q.grad, rtol=1e-9, atol=1e-12)
+        for model in (ring, whole):
+            model.zero_grad()
+        want = trainer.loss_in_fp64(whole(ids).logits, ids, 61)
+        assert_trains_alike(ctx, ring, run(input_ids=ids, labels=ids).loss, whole, want, rtol=1e-12)
     torch._dynamo.reset()  # other tests compile the same frames, up to a limit
 
 

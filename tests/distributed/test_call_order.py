@@ -94,11 +94,9 @@ def other_layers(ctx: Context, bound: bool = False) -> None:
     """Each rank leaves out another layer of its model, as stochastic depth does with other seeds."""
     model = own.build(own.Model, **({"make": own.Bound} if bound else {"is_causal": True}))
     ringflash.wrap_attention(model, ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    model(shard, positions).sum().backward()
+    model(*own.shard(ctx)).sum().backward()
     model.blocks[ctx.rank].forward = lambda x, _: x
-    model(shard, positions).sum().backward()
+    model(*own.shard(ctx)).sum().backward()
 
 
 def other_layers_bound(ctx: Context) -> None:

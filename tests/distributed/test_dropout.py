@@ -185,9 +185,8 @@ def step(ctx: Context, compiled: bool, **options: Any) -> tuple[list[Tensor], li
     model = own.build(Dropping, **options)
     ringflash.wrap_attention(model, ctx.group)
     run = torch.compile(model, backend="eager") if compiled else model
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
     torch.manual_seed(5)
-    run(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)).square().sum().backward()
+    run(*own.shard(ctx)).square().sum().backward()
     torch._dynamo.reset()  # other tests compile the same frames, up to a limit
     return [x.drop.masks[0] for x in model.after], [p.grad for p in model.parameters()]
 
@@ -230,9 +229,8 @@ def test_other_functions_that_draw_for_each_element(ctx: Context, draw: Callable
     model = own.build(Dropping, reentrant=None)
     model.after[0].drop = Random(draw)
     ringflash.wrap_attention(model, ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
     torch.manual_seed(5)
-    model(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+    model(*own.shard(ctx))
     one, other = gathered(model.after[0].drop.drawn, ctx.group)
     assert (one != other).double().mean() > 0.3
     assert_alike(ctx.group)
@@ -242,9 +240,6 @@ def test_other_functions_that_draw_for_each_element(ctx: Context, draw: Callable
 def test_a_whole_graph_with_dropout_is_refused(ctx: Context) -> None:
     model = own.build(Dropping, reentrant=None)
     ringflash.wrap_attention(model, ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="fullgraph must be False for a wrapped layer with dropout"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(
-            shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-        )
+        torch.compile(model, backend="aot_eager", fullgraph=True)(*own.shard(ctx))
     torch._dynamo.reset()

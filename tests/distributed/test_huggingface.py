@@ -16,6 +16,7 @@ import ringflash
 from ringflash import huggingface
 from ringflash.memory import Memory, save_memory
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("transformers")
 
@@ -92,15 +93,7 @@ def test_loss_and_gradients_equal_one_process(
 def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, dict[str, Any]]) -> None:
     """A model and its batch, on a ring and on one process."""
     (ring, batch), (whole, whole_batch) = ringed, alone
-    loss, want = ring(**batch), whole(**whole_batch)
-    loss.backward()
-    want.backward()
-    pairs = [(loss.detach(), want.detach())]
-    pairs += [(p.grad, q.grad) for p, q in zip(ring.parameters(), whole.parameters(), strict=True)]
-    for got, expected in pairs:
-        dist.all_reduce(got, group=ctx.group)
-        assert torch.isfinite(got).all()
-        assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert_trains_alike(ctx, ring, ring(**batch), whole, whole(**whole_batch))
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 11, 28)])

@@ -59,14 +59,16 @@ class Pool:
             torchrun's variables, from which what they run makes one.
         timeout_s: default limit of a run.
         patience: by which all limits grow.
+        on_gpus: processes know nothing of CUDA when they begin, so that they may use GPUs, by default over NCCL only.
         environment: variables added to the caller's, without a backend.
     """
 
     def __init__(
         self, world_size: int, backend: str | None = "gloo", timeout_s: float = 60.0, patience: float = 1.0,
-        **environment: str,
+        on_gpus: bool = False, **environment: str,
     ) -> None:  # fmt: skip
         self.world_size, self.backend, self.timeout_s, self.patience = world_size, backend, timeout_s, patience
+        self._on_gpus = on_gpus or backend == "nccl"
         self._environment = environment
         self._processes: Processes | None = None
         self._pipes: list[Connection] = []
@@ -113,9 +115,13 @@ class Pool:
             (theirs, rank, self.world_size, self.backend, str(self._stack_file(rank)))
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        context = multiprocessing.get_context("spawn") if self.backend == "nccl" else None
+        per_host, context = None, None
+        if self._on_gpus:
+            from tests.helpers import shared_gpu  # needs triton
+
+            per_host, context = shared_gpu.num_gpus(self.world_size), multiprocessing.get_context("spawn")
         base = dict(os.environ) if self.backend else environment_of()
-        self._processes = Processes(_serve, places, base, processes=context, **self._environment)
+        self._processes = Processes(_serve, places, base, per_host, context, **self._environment)
         for _, theirs in pipes:
             theirs.close()
         ready = self._collect(self.world_size, START_SECONDS)

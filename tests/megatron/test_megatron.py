@@ -50,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     launches = {
         1: [f"{name} alone" for name in MODELS],
         2: [*MODELS, "recomputed", "recomputed layers", "dense wrong", "tensor parallel alone", "pipeline alone"],
-        4: [*MODELS, "tensor parallel", "pipeline"],
+        4: [*MODELS, "tensor parallel", "sequence parallel", "pipeline"],
     }
     of_engine = {1: [f"{name} alone" for name in ENGINE_MODELS], 2: ENGINE_MODELS}
 
@@ -93,10 +93,13 @@ def test_training_equals_one_process(results: Results, case: str, size: int) -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case, of_rank", [("tensor parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))])
+@pytest.mark.parametrize(
+    "case, of_rank",
+    [("tensor parallel", (0, 1, 0, 1)), ("sequence parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))],
+)
 def test_training_equals_other_parallelism(results: Results, case: str, of_rank: tuple[int, ...]) -> None:
     """With weights or layers over two ranks and the sequence over two, against the first two."""
-    want = results(2, f"{case} alone")
+    want = results(2, f"{case.replace('sequence', 'tensor')} alone")
     for rank, got in zip(of_rank, results(4, case), strict=True):
         assert largest_error(got, want[rank]) <= RELATIVE_ERROR
 
@@ -243,3 +246,8 @@ def test_layers_of_other_implementations_are_refused() -> None:
         config = settings()
         config.transformer_impl = "inference_optimized"
         RingLayer(config, 1, None)
+    for name in ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp"):
+        config = settings()
+        setattr(config, name, True)
+        with pytest.raises(NotImplementedError, match=f"{name} must be False with layer_spec .* without experts, got"):
+            RingLayer(config, 1, None)

@@ -9,12 +9,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.helpers.ranks import ROOT, environment_of, run_ranks
 
 # Parts of a checkpoint of two ranks.
 PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "checksums.json", "written_at"}
+
+
+class Run(NamedTuple):
+    """Folders of texts and of results."""
+
+    texts: str
+    out: Path
 
 
 def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environment: str) -> str:

@@ -40,16 +40,11 @@ from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.helpers.pool import Context, Launches, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
 from tests.helpers.recipe_model import build_model
-from tests.recipes.launching import error_of, write_text
+from tests.recipes.launching import error_of
 from tests.recipes.test_deepspeed_steps import CONFIGS, CP_SIZE, FP32_EPS, config_of, mesh, weights
 from tests.recipes.test_strategy import CONFIG
 
 SEQLEN, STEPS, ACCUMULATED, CLIPPING, LEARNING_RATE = 48, 2, 2, 0.05, 1.0
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")

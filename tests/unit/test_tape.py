@@ -447,7 +447,8 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
 def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
     """An input that a backward will read must not count writes of later calls, even if they write nothing."""
 
-    def issue(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def issue(tensors: tuple[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (x,) = tensors
         x[1:].fill_(2)
         x[:0].fill_(2)
         return (x.clone(),)
