@@ -1,1 +1,1 @@
-"""The sequence in global coordinates: tokens of each rank (`layout`), visible pairs (`mask`), documents, padding and labels."""
+"""The sequence: tokens of each rank (`layout`), visible pairs (`mask`), documents, labels and padding."""
