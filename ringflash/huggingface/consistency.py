@@ -415,8 +415,8 @@ def _find_logits_error(kept: Any) -> Exception | None:
     if not isinstance(kept, int) or not kept:
         return None
     return NotImplementedError(
-        f"logits_to_keep must be 0 on a ring, or a tensor of rows of the shard, got {kept}: the last tokens of each shard "
-        "are not those of the sequence; gather the hidden states that you need (ringflash.unshard_sequence)."
+        f"logits_to_keep must be 0 on a ring, or a tensor of rows of the shard, got {kept}: the last tokens of each "
+        "shard are not those of the sequence; gather the hidden states that you need (ringflash.unshard_sequence)."
     )
 
 
