@@ -128,7 +128,8 @@ class ForwardInputs:
 
     @torch.compiler.disable(reason="parameters are read")
     def _noted_parameters(self, model: nn.Module) -> EqualParameters:
-        self._parameters.begin(named_whole(model))
+        assert self.options.group is not None
+        self._parameters.begin(named_whole(model), self.options.group)
         return self._parameters
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")

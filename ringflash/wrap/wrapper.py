@@ -25,7 +25,7 @@ from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.comm.modules.parameters import EqualParameters, named_whole
 from ringflash.huggingface.options import NAME, ModelRing
-from ringflash.sequence.layout import checksum_of_whole, granularity
+from ringflash.sequence.layout import find_cut, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -254,10 +254,10 @@ def _is_training(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _sequences_of(given: tuple[Any, ...]) -> list[int]:
-    """Return the checksums of the whole sequences of the shards among the arguments of a forward."""
-    found = (checksum_of_whole(x) for x in given if isinstance(x, torch.Tensor))
-    return [checksum for checksum in found if checksum is not None]
+def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
+    """Return how the shards among the arguments of a forward were cut, as far as it is known."""
+    found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
+    return [cut for cut in found if cut is not None]
 
 
 def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,8 +270,8 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if not self._ringflash_aligned:
                 self._ringflash_aligned = True
                 align_during_forward(self)
-            batch = functools.partial(_sequences_of, (*args, *kwargs.values()))
-            self._ringflash_parameters.compare(named_whole(self), state.options.group, batch)
+            cuts = functools.partial(_find_cuts, (*args, *kwargs.values()))
+            self._ringflash_parameters.compare(named_whole(self), state.options.group, cuts, state.options.layout)
             self._ringflash_buffers.begin(self)
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
