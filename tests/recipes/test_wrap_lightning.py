@@ -493,6 +493,30 @@ def test_manual(ctx: Context, run: Run) -> None:
     assert (module.model.seen.item(), module.losses, module.lr_schedulers().last_epoch) == (3, [0, 1, 2], 3)
 
 
+def logging_step(module: Any, batch: Any) -> torch.Tensor:
+    """Log right values, each rank's own, and a mean over the labels of a shard."""
+    tokens, labels = batch
+    logits = module.model(tokens, module.positions(tokens))
+    labelled, loss = labels != -100, module.token_loss(logits, labels)
+    module.log_dict({"loss of the sequence": loss, "size": logits.abs().max()}, reduce_fx="max")
+    module.log("labels", labelled.sum(), reduce_fx=torch.sum, sync_dist=True)
+    module.log("mean over the shard", cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    module.log("own", labelled.sum(), sync_dist=False)
+    return loss
+
+
+@on_ranks(2)
+def test_logs(ctx: Context, run: Run) -> None:
+    """Of the values that a step logs, those that are not the sequence's are named, once, by the first rank."""
+    module = varied(run.kind, training_step=lambda self, batch: logging_step(self, batch))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(module, strategy=ContextParallelStrategy())
+    texts = [text for x in found if "that training_step logs should be those of" in (text := str(x.message))]
+    names = [re.findall(r"'([^']*)' \(the ", text) for text in texts]
+    assert names == ([["mean over the shard"]] if ctx.rank == 0 else [])
+
+
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
     """An evaluation whose ranks find different scores, in both ways of logging."""
     score = SCORES[dist.get_rank()][module.current_epoch]
