@@ -100,7 +100,7 @@ def warn_of_logs(local: FirstStep, whole: FirstStep, group: Group) -> None:
     if wrong:
         rank_zero_warn(
             "values that training_step logs should be those of the whole sequence once they are reduced over the "
-            f"ranks, got others in a trial with random logits: {', '.join(wrong)}. A mean over the labels or the mask of a "
+            f"ranks, got others in a trial with random logits: {', '.join(wrong)}. A mean over labels or a mask of a "
             "shard is not that of the sequence: log what token_loss returns, or a torchmetrics Metric; sync_dist=False "
             "if a value is meant to be each rank's own."
         )
