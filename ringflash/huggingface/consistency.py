@@ -64,6 +64,7 @@ class ForwardInputs:
         self.first_layer: str | None = None  # class and index of the recurrent layer that checks, if there is one
         self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
         self._position_ids: Tensor | None = None
+        self._mask: Tensor | None = None  # as it was given: transformers' masks are bool
         self._errors: dict[str, Exception] = {}
         self._seeding: AbstractContextManager[None] | None = None  # of the current forward
         self._aligned = False  # FSDP2's units, in the first training forward
@@ -107,6 +108,7 @@ class ForwardInputs:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
+        self._mask = given.get("attention_mask")
         self.length, self.next_length = self.next_length, None
         whole, self.next_model = self.next_model or model, None
         if "attention_mask" in kwargs:
@@ -208,6 +210,11 @@ class ForwardInputs:
         positions, self._position_ids = self._position_ids, None
         return positions
 
+    def take_mask(self) -> Tensor | None:
+        """Return the model's 2-D attention_mask once."""
+        mask, self._mask = self._mask, None
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
     def find_error(self, cu_seqlens: Tensor | None) -> Exception | None:
         """Return the first error that was noted, or one for document bounds that did not reach the first layer."""
         given_to, self._documents_given_to = self._documents_given_to, None
@@ -246,6 +253,8 @@ def check_consistency(
         if position_ids is None and error is None and _is_recomputed():
             return  # checked in the forward, which had the positions
     error = error or noted or find_shape_error(query, mask, position_ids)
+    if inputs is not None and (given := inputs.take_mask()) is not None:
+        mask = given
     if query.is_meta:  # no values to compare
         if error is not None:
             raise error
@@ -301,10 +310,10 @@ def _find_value_errors(
     cu_seqlens: Tensor | None,
     spans: LayerSpans | None,
 ) -> Tensor:
-    """Return (3,), int32: a mask that hides a token, wrong positions, wrong spans. The host reads nothing."""
+    """Return (3,), int32: a mask that is not 1 everywhere, wrong positions, wrong spans. The host reads nothing."""
     assert position_ids is not None
     none = query.new_zeros((), dtype=torch.bool)
-    hidden = none if mask is None else ~mask.all()
+    hidden = none if mask is None else (mask != 1).any()
     misplaced = ~_positions_fit(options, query.shape[2], position_ids, cu_seqlens)
     other_spans = none
     if spans is not None:
@@ -331,7 +340,7 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
     rules = (
-        "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
+        "attention_mask must be None or all ones, got others; pack documents with cu_seqlens, or pad with "
         "ringflash.pad_sequence.",
         f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
         f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "
