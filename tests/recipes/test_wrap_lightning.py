@@ -517,6 +517,24 @@ def test_logs(ctx: Context, run: Run) -> None:
     assert names == ([["mean over the shard"]] if ctx.rank == 0 else [])
 
 
+@on_ranks(2)
+def test_unsharded(ctx: Context) -> None:
+    """A module that makes its layers in `configure_model`, and nothing else: no ring, and no averages of gradients."""
+
+    def fit(**sizes: int) -> None:
+        module = build(type("Plain", (GPT,), {"configure_model": lambda _: None}))
+        trainer = quiet_trainer(strategy=ContextParallelStrategy(**sizes), max_epochs=1, use_distributed_sampler=True)
+        trainer.fit(module, loader())
+
+    with pytest.raises(ValueError, match=r"different values of model\..* in Lightning, strategy\.shard_parameters"):
+        fit(data_parallel_size=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(context_parallel_size=2)
+    named = ["no attention has run over the ring of 2 ranks" in str(x.message) for x in found]
+    assert sum(named) == (ctx.rank == 0)
+
+
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
     """An evaluation whose ranks find different scores, in both ways of logging."""
     score = SCORES[dist.get_rank()][module.current_epoch]

@@ -60,8 +60,9 @@ class EqualParameters:
             "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
             f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
             "model is made, and average gradients over all ranks, those of a ring included "
-            "(ringflash.average_gradients, DDP, or FSDP2 without a mesh). Of a parameter that is meant to differ, as "
-            "that of an expert that other ranks do not have, set parameter.allreduce = False."
+            "(ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, strategy.shard_parameters). "
+            "Of a parameter that is meant to differ, as that of an expert that other ranks do not have, set "
+            "parameter.allreduce = False."
         )
 
     def compare(
