@@ -250,8 +250,9 @@ def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_training(module: nn.Module) -> bool:
-    """Return True in an eager forward that will have a backward."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Return True in an eager forward that will have a backward; transforms of torch.func are refused by the ring."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return module.training and torch.is_grad_enabled() and not traced
 
 
 def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:

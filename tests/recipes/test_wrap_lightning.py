@@ -507,7 +507,7 @@ def logging_step(module: Any, batch: Any) -> torch.Tensor:
 
 @on_ranks(2)
 def test_logs(ctx: Context, run: Run) -> None:
-    """Of the values that a step logs, those that are not the sequence's are named, once, by the first rank."""
+    """Values of a step's log that are not the sequence's are named once, by the first rank."""
     module = varied(run.kind, training_step=lambda self, batch: logging_step(self, batch))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
