@@ -52,6 +52,8 @@ def check_consistency(
         if given.position_ids is None and error is None and _is_recomputed():
             return  # checked in the forward, which had the positions
     error = error or noted or find_shape_error(query, given.mask, given.position_ids)
+    if inputs is not None and (mask := inputs.take_mask()) is not None:
+        given = given._replace(mask=mask)
     if query.is_meta:  # no values to compare
         if error is not None:
             raise error
@@ -83,11 +85,11 @@ def check_consistency(
 
 
 def _find_value_errors(options: ModelRing, query: Tensor, given: ShardInputs) -> Tensor:
-    """Return (3,), int32: a mask that hides a token, wrong positions, wrong spans. The host reads nothing."""
+    """Return (3,), int32: a mask that is not 1 everywhere, wrong positions, wrong spans. The host reads nothing."""
     mask, position_ids, cu_seqlens, _, spans = given
     assert position_ids is not None
     none = query.new_zeros((), dtype=torch.bool)
-    hidden = none if mask is None else ~mask.all()
+    hidden = none if mask is None else (mask != 1).any()
     misplaced = ~_positions_fit(options, query.shape[2], position_ids, cu_seqlens)
     other_spans = none
     if spans is not None:
@@ -114,7 +116,7 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
     rules = (
-        "attention_mask must be None or all ones, got zeros; pack documents with cu_seqlens, or pad with "
+        "attention_mask must be None or all ones, got others; pack documents with cu_seqlens, or pad with "
         "ringflash.pad_sequence.",
         f"position_ids must be the shard's global positions (layout {options.layout!r}, rank "
         f"{options.size_and_rank[1]} of {options.size_and_rank[0]}) or, with cu_seqlens, those within each "

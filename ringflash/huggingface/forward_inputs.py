@@ -58,6 +58,7 @@ class ForwardInputs:
         self.first_layer: str | None = None  # class and index of the recurrent layer that checks, if there is one
         self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
         self._position_ids: Tensor | None = None
+        self._mask: Tensor | None = None  # as it was given: transformers' masks are bool
         self._errors: dict[str, Exception] = {}
         self._seeding: AbstractContextManager[None] | None = None  # of the current forward
         self._aligned = False  # FSDP2's units, in the first training forward
@@ -101,6 +102,7 @@ class ForwardInputs:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
+        self._mask = given.get("attention_mask")
         self.length, self.next_length = self.next_length, None
         whole, self.next_model = self.next_model or model, None
         if "attention_mask" in kwargs:
@@ -122,7 +124,8 @@ class ForwardInputs:
 
     @torch.compiler.disable(reason="parameters are read")
     def _noted_parameters(self, model: nn.Module) -> EqualParameters:
-        self._parameters.begin(named_whole(model))
+        assert self.options.group is not None
+        self._parameters.begin(named_whole(model), self.options.group)
         return self._parameters
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
@@ -200,6 +203,11 @@ class ForwardInputs:
         """Return the model's positions once, for attention modules that are not passed any."""
         positions, self._position_ids = self._position_ids, None
         return positions
+
+    def take_mask(self) -> Tensor | None:
+        """Return the model's 2-D attention_mask once."""
+        mask, self._mask = self._mask, None
+        return mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def find_error(self, cu_seqlens: Tensor | None) -> Exception | None:
         """Return the first error that was noted, or one for document bounds that did not reach the first layer."""

@@ -182,8 +182,8 @@ def shard_sequence(
     """
     shard = cut_sequence(x, group, dim, layout, cu_seqlens)
     if x.dtype in _INTEGERS and shard is not x and not torch.compiler.is_compiling():
-        _wholes[shard] = whole = checksum_of_integers(x)
-        _cut.append((checksum_of_integers(shard), whole))
+        _cuts[shard] = cut = checksum_of_integers(x), layout
+        _last_cuts.append((checksum_of_integers(shard), cut))
     return shard
 
 
@@ -200,24 +200,26 @@ def cut_sequence(
 
 
 _INTEGERS = (torch.int64, torch.int32)
-_wholes = WeakIdKeyDictionary()  # shards of integers, and a checksum of the whole tensor of each
-_cut: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=16)  # checksums of the last shards and of the wholes
+_Cut = tuple[torch.Tensor, str]  # checksum of the whole tensor, and layout
+_cuts = WeakIdKeyDictionary()  # shards of integers, and how each was cut
+_last_cuts: deque[tuple[torch.Tensor, _Cut]] = deque(maxlen=16)  # checksums of the last shards, and their cuts
 
 
-def checksum_of_whole(shard: torch.Tensor) -> int | None:
-    """Return a checksum of the integers that `shard_sequence` has cut a shard, or what is a copy of it, from, or None.
+def find_cut(shard: torch.Tensor) -> tuple[int, str] | None:
+    """Return a checksum of what `shard_sequence` has cut a shard of integers from, and the layout; None if not known.
 
-    The host waits for the device. Copies are found by their values, unless these are all equal, or those of shards of
-    several tensors.
+    The host waits for the device. A copy of a shard is found by its values, unless these are all equal, or those of
+    shards of several tensors.
     """
     if shard.dtype not in _INTEGERS or not shard.numel() or cuda_graphs.capturing(shard.device):
         return None
-    if (known := _wholes.get(shard)) is not None:
-        return int(known)
+    known: _Cut | None = _cuts.get(shard)
+    if known is not None:
+        return int(known[0]), known[1]
     if (shard == shard.flatten()[0]).all():
         return None
     mine = int(checksum_of_integers(shard))
-    found = {int(whole) for part, whole in _cut if int(part) == mine}
+    found = {(int(whole), layout) for part, (whole, layout) in _last_cuts if int(part) == mine}
     return found.pop() if len(found) == 1 else None
 
 

@@ -26,7 +26,7 @@ from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.comm.modules.parameters import EqualParameters, named_whole
 from ringflash.huggingface.options import NAME, ModelRing, inputs_of
-from ringflash.sequence.layout import checksum_of_whole, granularity
+from ringflash.sequence.layout import find_cut, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -248,8 +248,9 @@ def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_training(module: nn.Module) -> bool:
-    """Return True in an eager forward that will have a backward."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Return True in an eager forward that will have a backward; transforms of torch.func are refused by the ring."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return module.training and torch.is_grad_enabled() and not traced
 
 
 class _TrainingForwards:
@@ -259,12 +260,13 @@ class _TrainingForwards:
         self._aligned = False  # FSDP2's units
         self._parameters, self._buffers, self._gradients = EqualParameters(), ChangedBuffers(), FilledGradients()
 
-    def begin(self, module: nn.Module, group: dist.ProcessGroup | None, given: tuple[Any, ...]) -> None:
+    def begin(self, module: nn.Module, options: ModelRing, given: tuple[Any, ...]) -> None:
         """Compare the parameters and sequences of a forward, and note the buffers."""
         if not self._aligned:
             self._aligned = True
             align_during_forward(module)
-        self._parameters.compare(named_whole(module), group, functools.partial(_sequences_of, given))
+        cuts = functools.partial(_find_cuts, given)
+        self._parameters.compare(named_whole(module), options.group, cuts, options.layout)
         self._buffers.begin(module)
 
     def end(self, module: nn.Module, group: dist.ProcessGroup | None, result: object) -> None:
@@ -273,10 +275,10 @@ class _TrainingForwards:
         self._gradients.begin(module, group, result)
 
 
-def _sequences_of(given: tuple[Any, ...]) -> list[int]:
-    """Return the checksums of the whole sequences of the shards among the arguments of a forward."""
-    found = (checksum_of_whole(x) for x in given if isinstance(x, torch.Tensor))
-    return [checksum for checksum in found if checksum is not None]
+def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
+    """Return how the shards among the arguments of a forward were cut, as far as it is known."""
+    found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
+    return [cut for cut in found if cut is not None]
 
 
 def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,7 +288,7 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
         compared = compared and not state.whole  # a rank may be off the ring by itself
         if compared:
-            self._ringflash_forwards.begin(self, state.options.group, (*args, *kwargs.values()))
+            self._ringflash_forwards.begin(self, state.options, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -597,6 +597,11 @@ def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
         ringflash.shard_sequence(own.tokens().index_fill(1, torch.tensor([0]), 1), ctx.group)
     for _ in range(4):
         model(right.clone(), positions)
+    for _ in range(7):
+        model(right, positions)
+    contiguous = ringflash.shard_sequence(own.tokens(), ctx.group, layout="contiguous")
+    with pytest.raises(ValueError, match="cut by the layout of the module's attention, 'zigzag', got .'contiguous'"):
+        model(contiguous, positions)
 
 
 @on_ranks(2)
@@ -617,21 +622,34 @@ def test_averages_compare_parameters(ctx: Context) -> None:
     assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
 
 
+@pytest.mark.parametrize("by", ["average_gradients", "fsdp2", "fsdp1"])
 @on_ranks(2)
-def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
-    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
+def test_gradients_of_a_shard_are_refused(ctx: Context, by: str) -> None:
+    """The second step averages none, or none does: FSDP has a group without the ring's other rank.
+
+    Forwards 1, 2 and 4 compare the ranks' parameters.
+    """
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    around: nn.Module = model
+    if by == "fsdp2":
+        mesh = init_device_mesh("cpu", (ctx.size, 1), mesh_dim_names=("ring", "data"))
+        for unit in (*model.blocks, *(x for x in model.children() if not isinstance(x, nn.ModuleList))):
+            fully_shard(unit, mesh=mesh["data"])
+    elif by == "fsdp1":
+        alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+        around = FullyShardedDataParallel(model, alone, device_id=ctx.device)
     shard, positions = own.shard(ctx)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for averaged in (True, False):
+    optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
+    for averaged in (True, False) if by == "average_gradients" else (False,):
         optimizer.zero_grad()
-        model(shard, positions).square().sum().backward()
+        around(shard, positions).square().sum().backward()
         if averaged:
             ringflash.average_gradients(model.parameters(), ctx.group)
         optimizer.step()
-    model(shard, positions)
+    if by == "average_gradients":
+        around(shard, positions)
     with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
-        model(shard, positions)
+        around(shard, positions)
 
 
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])
