@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from typing import Any, cast
-from weakref import ref
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,6 +14,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ringflash.attention.api import ring_attention
+from ringflash.sequence.tensor_cache import LastResult
 
 _SETTINGS = {  # of Megatron's configuration: a ring computes attention as with these values, and no others
     "softmax_type": "vanilla",
@@ -151,14 +151,7 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
     return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
 
 
-_last: list[Any] = [None, None, None]  # weak reference to the bounds of a microbatch, their version, and their copy
-
-
+@LastResult
 def _read(bounds: Tensor) -> Tensor:
-    """Return bounds on the CPU, without the empty documents that Megatron's RL appends.
-
-    They are read once for all layers of a microbatch: each time, the GPU is waited for.
-    """
-    if _last[0] is None or _last[0]() is not bounds or _last[1] != bounds._version:
-        _last[:] = ref(bounds), bounds._version, bounds.cpu().unique_consecutive()
-    return cast(Tensor, _last[2])
+    """Return bounds on the CPU, without the empty documents that Megatron's RL appends."""
+    return bounds.cpu().unique_consecutive()

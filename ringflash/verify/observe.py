@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ringflash.attention.options import CallOptions
 from ringflash.comm.comparison import gather_values
 from ringflash.comm.modules.gradients import average_gradients
-from ringflash.huggingface.consistency import ForwardInputs
+from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState

@@ -287,6 +287,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("left padding", model, **good, attention_mask=left)
     attempt("one rank's left padding", model, **good, attention_mask=left if ctx.rank == 3 else mask)
     attempt("holes", model, **good, attention_mask=holes)
+    attempt("numbers of documents", model, **good, attention_mask=mask + (mask.cumsum(1) > 9))
     attempt("4-D mask", model, **good, attention_mask=mask[:, None, None])
     attempt("labelled padding", model, **good, attention_mask=right)
     attempt("documents and a mask", model, **good, attention_mask=mask, position_ids=documents)
@@ -343,6 +344,7 @@ REFUSED = {
     "left padding": "ValueError: attention_mask must be 0 on the right .*padding_side = 'right'",
     "one rank's left padding": "ValueError: (rank 3 of the group: )?attention_mask must be 0 on the right",
     "holes": "ValueError: attention_mask must be 1 on one interval of each row",
+    "numbers of documents": "ValueError: attention_mask must be 0 or 1, got up to 2",
     "4-D mask": "ValueError: attention_mask must have the shape of input_ids .*leave 4-D masks out",
     "labelled padding": "ValueError: labels must be -100 where attention_mask is 0",
     "documents and a mask": "ValueError: attention_mask must be left out if position_ids restart",

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import ringflash
 from ringflash import huggingface
 from ringflash.comm import cuda_graphs, seeding
-from ringflash.huggingface import consistency
 from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
@@ -99,7 +98,7 @@ def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        with mock.patch.object(consistency, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
+        with mock.patch.object(forward_inputs, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
             model(**batch)
 
 

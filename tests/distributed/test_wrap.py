@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -581,30 +581,74 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
 
 @on_ranks(2)
 def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
-    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks; also copies of shards."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
-    shard, positions = own.shard(ctx)
+    right, positions = own.shard(ctx)
     other = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
-    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
-        model(other, positions)
-    model(shard, positions)
+    for given in (other, other.clone()):
+        with pytest.raises(
+            ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"
+        ):
+            model(given, positions)
+    for given in (right, right.clone()):
+        model(given, positions)
+    if ctx.rank:  # two sequences with this shard: it is not known which one a copy is of
+        ringflash.shard_sequence(own.tokens().index_fill(1, torch.tensor([0]), 1), ctx.group)
+    for _ in range(4):
+        model(right.clone(), positions)
+    for _ in range(7):
+        model(right, positions)
+    contiguous = ringflash.shard_sequence(own.tokens(), ctx.group, layout="contiguous")
+    with pytest.raises(ValueError, match="cut by the layout of the module's attention, 'zigzag', got .'contiguous'"):
+        model(contiguous, positions)
 
 
 @on_ranks(2)
-def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
-    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
+def test_averages_compare_parameters(ctx: Context) -> None:
+    """A layer that is not wrapped was seeded by the rank. What is meant to differ is divided only."""
+    layer = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        layer.weight += ctx.rank
+    layer.weight.grad, layer.bias.grad = (
+        torch.full((4, 4), 2.0 + ctx.rank).double(),
+        torch.arange(4.0).double() * ctx.rank,
+    )
+    with pytest.raises(ValueError, match=r"different values of parameter 0 \(4, 4\) \(1 of 2\); seed all ranks alike"):
+        ringflash.average_gradients(layer.parameters(), ctx.group)
+    layer.weight.allreduce = False  # type: ignore[attr-defined]
+    ringflash.average_gradients(layer.parameters(), ctx.group)
+    assert_close(layer.weight.grad, torch.full((4, 4), (2.0 + ctx.rank) / ctx.size).double())
+    assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
+
+
+@pytest.mark.parametrize("by", ["average_gradients", "fsdp2", "fsdp1"])
+@on_ranks(2)
+def test_gradients_of_a_shard_are_refused(ctx: Context, by: str) -> None:
+    """The second step averages none, or none does: FSDP has a group without the ring's other rank.
+
+    Forwards 1, 2 and 4 compare the ranks' parameters.
+    """
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    around: nn.Module = model
+    if by == "fsdp2":
+        mesh = init_device_mesh("cpu", (ctx.size, 1), mesh_dim_names=("ring", "data"))
+        for unit in (*model.blocks, *(x for x in model.children() if not isinstance(x, nn.ModuleList))):
+            fully_shard(unit, mesh=mesh["data"])
+    elif by == "fsdp1":
+        alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+        around = FullyShardedDataParallel(model, alone, device_id=ctx.device)
     shard, positions = own.shard(ctx)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for averaged in (True, False):
+    optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
+    for averaged in (True, False) if by == "average_gradients" else (False,):
         optimizer.zero_grad()
-        model(shard, positions).square().sum().backward()
+        around(shard, positions).square().sum().backward()
         if averaged:
             ringflash.average_gradients(model.parameters(), ctx.group)
         optimizer.step()
-    model(shard, positions)
+    if by == "average_gradients":
+        around(shard, positions)
     with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
-        model(shard, positions)
+        around(shard, positions)
 
 
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])

@@ -223,7 +223,7 @@ siblings_in_a_chain = with_documents(  # each document continues the previous on
 )
 
 
-# Other parameters, on the ring or on one rank. In the decoder the first forward of that rank would refuse them.
+# Other parameters, on the ring or on one rank.
 
 
 def _part(training: Training, name: str) -> Any:
@@ -231,11 +231,20 @@ def _part(training: Training, name: str) -> Any:
 
 
 other_weights = on_the_ring(lambda training: nn.init.ones_(_part(training, "lm_head").weight))
-other_weights_on_rank_1 = on_the_ring(lambda training: _part(training, "lm_head").weight.data.mul_(1.1), rank=1)
 other_step_on_rank_1 = on_the_ring(
     lambda training: setattr(training, "optimizer", partial(torch.optim.SGD, lr=0.02)), rank=1
 )
 other_last_norm = on_the_ring(lambda training: setattr(_part(training, "model.norm"), "variance_epsilon", 1e-4))
+
+
+def other_weights_on_rank_1(group: Group) -> Training:
+    """Rank 1 has other weights, marked as if they should differ: the first forward refuses all other ones."""
+    training = right(group)
+    weight = _part(training, "lm_head").weight
+    weight.allreduce = False
+    if group is not None and group.rank() == 1:
+        weight.data *= 1.1
+    return training
 
 
 def dropout_over_a_mistake(group: Group) -> Training:

@@ -484,6 +484,48 @@ def test_manual(ctx: Context, run: Run) -> None:
     assert (module.model.seen.item(), module.losses, module.lr_schedulers().last_epoch) == (3, [0, 1, 2], 3)
 
 
+def logging_step(module: Any, batch: Any) -> torch.Tensor:
+    """Log right values, each rank's own, and a mean over the labels of a shard."""
+    tokens, labels = batch
+    logits = module.model(tokens, module.positions(tokens))
+    labelled, loss = labels != -100, module.token_loss(logits, labels)
+    module.log_dict({"loss of the sequence": loss, "size": logits.abs().max()}, reduce_fx="max")
+    module.log("labels", labelled.sum(), reduce_fx=torch.sum, sync_dist=True)
+    module.log("mean over the shard", cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    module.log("own", labelled.sum(), sync_dist=False)
+    return loss
+
+
+@on_ranks(2)
+def test_logs(ctx: Context, run: Run) -> None:
+    """Values of a step's log that are not the sequence's are named once, by the first rank."""
+    module = varied(run.kind, training_step=lambda self, batch: logging_step(self, batch))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(module, strategy=ContextParallelStrategy())
+    texts = [text for x in found if "that training_step logs should be those of" in (text := str(x.message))]
+    names = [re.findall(r"'([^']*)' \(the ", text) for text in texts]
+    assert names == ([["mean over the shard"]] if ctx.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_unsharded(ctx: Context) -> None:
+    """A module that makes its layers in `configure_model`, and nothing else: no ring, and no averages of gradients."""
+
+    def fit(**sizes: int) -> None:
+        module = build(type("Plain", (GPT,), {"configure_model": lambda _: None}))
+        trainer = quiet_trainer(strategy=ContextParallelStrategy(**sizes), max_epochs=1, use_distributed_sampler=True)
+        trainer.fit(module, loader())
+
+    with pytest.raises(ValueError, match=r"different values of model\..* in Lightning, strategy\.shard_parameters"):
+        fit(data_parallel_size=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(context_parallel_size=2)
+    named = ["no attention has run over the ring of 2 ranks" in str(x.message) for x in found]
+    assert sum(named) == (ctx.rank == 0)
+
+
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
     """An evaluation whose ranks find different scores, in both ways of logging."""
     score = SCORES[dist.get_rank()][module.current_epoch]

@@ -42,7 +42,7 @@ def made(kind: str, auto: str = "AutoModelForCausalLM", device: str = "meta", **
 
 
 REFUSED = {
-    "padding mask": ({"attention_mask": FULL < 21}, ValueError, "all ones, got zeros; pack documents with cu_seqlens"),
+    "padding mask": ({"attention_mask": FULL < 21}, ValueError, "all ones, got others; pack documents with cu_seqlens"),
     "4-D mask": ({"attention_mask": torch.zeros(1, 1, LENGTH, LENGTH)}, NotImplementedError, "attention_mask must be"),
     "cache": ({"use_cache": True}, NotImplementedError, "use_cache must not .* pass use_cache=False"),
     "local bounds": ({"cu_seq_lens_q": documents()}, NotImplementedError, "cu_seq_lens_q .* whole packed sequence"),
