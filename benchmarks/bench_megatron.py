@@ -4,9 +4,11 @@
 
 A step is forward, backward and the reduction of gradients, by Megatron's own schedule and DistributedDataParallel. Its
 local attention keeps a score for each pair of tokens and cannot shard a sequence, so it runs up to --own tokens, on
-one GPU; every GPU then runs the same sequence. Each way has the same weights and data. Losses and gradients are
-compared with the first way of their length: `error` is the largest relative error of a gradient in norm. Each length is
-also run packed, with documents in the format "thd". Seconds are the median over steps of the slowest rank.
+one GPU; every GPU then runs the same sequence. With --engine, the same layers also run with the attention of
+Transformer Engine as their core attention, on one GPU and by its own context parallelism. Each way has the same weights
+and data. Losses and gradients are compared with the first way of their length: `error` is the largest relative error of
+a gradient in norm. Each length is also run packed, with documents in the format "thd". Seconds are the median over
+steps of the slowest rank.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engine", action="store_true", help="also by the attention of Transformer Engine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dist.init_process_group(options.backend)
@@ -64,8 +67,9 @@ def main() -> None:
     for length in map(int, options.lengths.split(",")):
         for packed in (False, True):
             ways = ["own"] if length <= options.own and not packed else []
+            engine = ["engine one", "engine ring"] if options.engine else []
             first: dict[str, Any] | None = None
-            for way in (*ways, "one", "ring"):
+            for way in (*ways, "one", "ring", *engine):
                 got = run(options, length, way, packed)
                 first = first or got
                 row = {"tokens": length, "packed": packed, "way": way, **compared(got, first)}
@@ -79,7 +83,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace, length: int, way: str, packed: bool) -> dict[str, Any]:
     """Return seconds, memory, loss and gradients of a step."""
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size() if way == "ring" else 1)
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size() if "ring" in way else 1)
     torch.manual_seed(0)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     model = build(options, length, way)
@@ -124,12 +128,22 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
         bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         apply_rope_fusion=False, bf16=dtype is torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
     )  # fmt: skip
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm") if way == "own" else layer_spec, vocab_size=VOCAB,
-        max_sequence_length=length, position_embedding_type="rope",
-    )  # fmt: skip
+    model = GPTModel(config, spec_of(way), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope")
     config.finalize_model_grads_func = finalize_model_grads
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.cuda())
+
+
+def spec_of(way: str) -> Any:
+    """Return the spec of a layer, by Megatron's modules in plain torch but for the core attention."""
+    if way in ("one", "ring"):
+        return layer_spec
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if way != "own":
+        # Only with --engine is it installed.
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    return spec
 
 
 def batches(length: int, packed: bool) -> Iterator[dict[str, Any]]:
