@@ -5,10 +5,11 @@
 A step is forward, backward and the reduction of gradients, by Megatron's own schedule and DistributedDataParallel. Its
 local attention keeps a score for each pair of tokens and cannot shard a sequence, so it runs up to --own tokens, on
 one GPU; every GPU then runs the same sequence. With --engine, the same layers also run with the attention of
-Transformer Engine as their core attention, on one GPU and by its own context parallelism. Each way has the same weights
-and data. Losses and gradients are compared with the first way of their length: `error` is the largest relative error of
-a gradient in norm. Each length is also run packed, with documents in the format "thd". Seconds are the median over
-steps of the slowest rank.
+Transformer Engine as their core attention, on one GPU and by its own context parallelism; with --impl
+transformer_engine, its linear layers and norms are used in every way. Each way has the same weights and data. Losses
+and gradients are compared with the first way of their length: `error` is the largest relative error of a gradient in
+norm. Each length is also run packed, with documents in the format "thd". Seconds are the median over steps of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -58,6 +62,7 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--engine", action="store_true", help="also by the attention of Transformer Engine")
+    parser.add_argument("--impl", default="local", choices=["local", "transformer_engine"], help="of all other layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dist.init_process_group(options.backend)
@@ -66,7 +71,7 @@ def main() -> None:
     rows = []
     for length in map(int, options.lengths.split(",")):
         for packed in (False, True):
-            ways = ["own"] if length <= options.own and not packed else []
+            ways = ["own"] if length <= options.own and not packed and options.impl == "local" else []
             engine = ["engine one", "engine ring"] if options.engine else []
             first: dict[str, Any] | None = None
             for way in (*ways, "one", "ring", *engine):
@@ -121,7 +126,7 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
     heads, dtype = options.hidden // 128, getattr(torch, options.dtype)
     config = TransformerConfig(
         num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=heads,
-        num_query_groups=max(1, heads // 4), ffn_hidden_size=3 * options.hidden, transformer_impl="local",
+        num_query_groups=max(1, heads // 4), ffn_hidden_size=3 * options.hidden, transformer_impl=options.impl,
         context_parallel_size=parallel_state.get_context_parallel_world_size(), calculate_per_token_loss=True,
         attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, bias_activation_fusion=False,
@@ -133,10 +138,12 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.cuda())
 
 
-def spec_of(way: str) -> Any:
-    """Return the spec of a layer, by Megatron's modules in plain torch but for the core attention."""
+def spec_of(way: str, impl: str) -> Any:
+    """Return the spec of a layer. "own" and "engine" differ from ringflash's in the core attention only."""
     if way in ("one", "ring"):
         return layer_spec
+    if impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     if way != "own":
         # Only with --engine is it installed.
