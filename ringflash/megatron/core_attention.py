@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
+from megatron.core.inference import utils as inference
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -97,6 +98,12 @@ class RingCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise NotImplementedError("attention_bias must be None, got one; use Megatron's own attention.")
+        engine = getattr(inference, "InferenceMode", None)  # of 0.19
+        if self.group is not None and engine is not None and engine.is_active():
+            raise NotImplementedError(
+                "context_parallel_size must be 1 for inference, in which Megatron gives each rank whole sequences, got "
+                f"{self.group.size()}; generate with a model without context parallelism."
+            )
         layout, bounds, batch_dim = "zigzag", None, 1
         if packed_seq_params is not None:
             layout, bounds, batch_dim = "documents", _document_bounds(packed_seq_params, mask_type), 0

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import ringflash
 from ringflash import huggingface
 from ringflash.comm import cuda_graphs, seeding
+from ringflash.huggingface import forward_inputs
 from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
