@@ -651,6 +651,19 @@ def test_gradients_of_a_shard_are_refused(ctx: Context, by: str) -> None:
         around(shard, positions)
 
 
+@on_ranks(2)
+def test_transforms_of_functions_are_refused(ctx: Context) -> None:
+    """The comparison of parameters, which have no values there, comes after that."""
+    model = ringflash.wrap_attention(own.build(own.Model, is_causal=True), ctx.group)
+    batch = own.tokens()[:, : own.LENGTH // ctx.size], torch.arange(own.LENGTH // ctx.size)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, batch).sum()
+
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+
+
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])
 @on_ranks(2)
 def test_attention_between_steps_is_refused(ctx: Context, kind: Any) -> None:
