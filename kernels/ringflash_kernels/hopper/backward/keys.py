@@ -429,8 +429,6 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     step = 0
     round = 0
-    if sm.PARTS:
-        dk0_sum, dk1_sum, dv0_sum, dv1_sum = sums
     if W == 1:
         pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
@@ -513,16 +511,18 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
                     head_row += problem.dq_rows
                 _last_dq(sm, dq_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
+            coord = [batch, kv_head, key + W * 64]
             dk0 = dk0 * problem.softmax_scale
-            dk1 = dk1 * problem.softmax_scale
-            sum = 0
+            if R:
+                dk1 = dk1 * problem.softmax_scale
             if sm.PARTS:
                 sum = problem.sum_of(index)
-            if sum > 0:
-                coord = [batch, kv_head, (sum - 1) * 128 + W * 64]
-                _write(sm, dk0_sum, dk1_sum, dv0_sum, dv1_sum, dk0, dk1, dv0, dv1, coord, True, W)
+                if sum > 0:
+                    at = [batch, kv_head, (sum - 1) * 128 + W * 64]
+                    _write(sm, sums[0], sums[1], sums[2], sums[3], dk0, dk1, dv0, dv1, at, True, W)
+                else:
+                    _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, False, W)
             else:
-                coord = [batch, kv_head, key + W * 64]
                 _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, sm.ACCUMULATE, W)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
