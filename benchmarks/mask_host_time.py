@@ -104,7 +104,7 @@ def measure(make: Callable[[], SequenceMask], name: str, repetitions: int) -> di
 
 
 def main() -> None:
-    """Measure every family under two layouts."""
+    """Measure every family under three layouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="families whose name contains this text")
@@ -113,7 +113,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     for family, make in FAMILIES.items():
-        for name in ("zigzag", "balanced"):
+        for name in ("zigzag", "balanced", "striped"):
             if options.only in family:
                 results.append({"mask": family, "layout": name, **measure(make, name, options.repetitions)})
                 print(json.dumps(results[-1]), flush=True)
