@@ -103,8 +103,8 @@ def _by_key(
 ) -> Mask:
     """Return the transposed mask of `visible_regions`.
 
-    For each chunk and document of the keys: a region for each chunk of queries of which some do not see all of them, and
-    one for all later queries. These are joined if neighbouring keys have the same.
+    For each chunk and document of the keys: a region for each chunk of queries of which some do not see all of them,
+    and one for all later queries. These are joined if neighbouring keys have the same.
     """
     bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))

@@ -1,9 +1,9 @@
 """Walks of the tiles under a two-sided mask: which blocks a tile visits, and which of them need no mask.
 
 A tile is a group of rows (of queries; of keys if the mask is transposed). The columns that its rows see are cut into
-blocks at multiples of a block's size, or, where that takes fewer, from the first column of a run of them on. A *stretch*
-is a run of blocks of one kind: all rows see all of each block (full), or not (masked). Blocks that no row sees are in no
-stretch.
+blocks at multiples of a block's size, or, where that takes fewer, from the first column of a run of them on. A
+*stretch* is a run of blocks of one kind: all rows see all of each block (full), or not (masked). Blocks that no row
+sees are in no stretch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringflash_kernels.mask import Mask, check_capture
+from ringflash_kernels.mask import Mask, upload
 
 _MAX_BLOCK = 128  # keys of a block, at most
 _SHIFT = 8  # blocks that are not at multiples of their size are at multiples of this: TMA reads ends from 16 bytes on
@@ -25,12 +25,12 @@ class Walks(NamedTuple):
     """Tables of a launch, and blocks of their walks.
 
     tiles: (num_walks, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
-    stretches: (num_stretches, 4), int32, ascending within a tile: first block, end, 1 if masked, and the shift: columns by
-        which its blocks are after the multiples of their size. If asked for, the row of `tiles` of the last tile above
-        that visits these blocks, or -1, instead of the shift, which is 0 then. In the first stretch of a walk that is a
-        part of a tile's, 1 + the tile's place in `summed` instead.
-    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: visits of
-        the tile that makes a visit, on average.
+    stretches: (num_stretches, 4), int32, ascending within a tile: first block, end, 1 if masked, and
+        - `shifted`: columns by which its blocks are after the multiples of their size;
+        - `ordered`: the row of `tiles` of the last tile above that visits these blocks, or -1;
+        - `part`: in the first stretch of a part of a tile's walk 1 + the tile's place in `summed`, else 0.
+    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: visits
+        of the tile that makes a visit, on average.
     summed: tiles whose walks are cut into parts, ascending, or None.
     """
 
@@ -61,13 +61,12 @@ def walks(
         near: launch tiles that visit the same blocks together (`_near_together`); otherwise the longest tiles first.
         ordered: find the previous tile of each stretch, for sums in a fixed order.
         shifted: blocks may begin anywhere.
-        part: cut walks of more than twice as many blocks into parts of at most these, and launch all in the order of their
-            first blocks.
+        part: cut walks of more than twice as many blocks into parts of at most these, and launch all in the order of
+            their first blocks.
     """
     device = torch.device(device)
 
     def make() -> Walks:
-        check_capture(device)
         if shifted:
             tiles, stretches = _new_shifted_walks(mask, rows, tile_rows, block)
         else:
@@ -88,7 +87,7 @@ def walks(
         totals = total, int((blocks * stretches[:, 2]).sum()), int(of_tile.max()), mean
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), *totals, summed)
+        return Walks(*upload(device, tiles, stretches), *totals, summed)
 
     return mask.cached(("walks", device, rows, tile_rows, block, near, ordered, shifted, part), make)
 
@@ -106,15 +105,16 @@ class Limits(NamedTuple):
 
 def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
     """Return the limits of the rows [first, end), cached with the mask."""
+    device = torch.device(device)
 
     def make() -> Limits:
-        check_capture(device)
         start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
         parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
-        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
+        padded = (torch.nn.functional.pad(x, (0, -len(x) % size)) for x, size in parts)
+        ends, start, stop = upload(device, *padded)
         return Limits(ends[None], start, stop)
 
-    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
+    return mask.cached(("limits", device, rows_per_tile, rows), make)
 
 
 def has_begins(mask: Mask) -> bool:

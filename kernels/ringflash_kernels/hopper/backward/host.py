@@ -28,7 +28,7 @@ from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import Walks, has_begins, limits, walks
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.mask import Mask, Region, upload
 
 _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
@@ -240,7 +240,8 @@ class HopperBackward:
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
-                *stores_of_sums[0], *stores_of_sums[1], tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
+                *stores_of_sums[0], *stores_of_sums[1],
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
@@ -320,7 +321,7 @@ class HopperBackward:
         summed, summed_keys = walk.summed, None
         if summed is not None and len(summed):
             summed_keys = (summed[:, None] * block_n + torch.arange(block_n, device="cpu")).flatten()
-            summed_keys = summed_keys[summed_keys < side.seqlen_q].to(device)
+            (summed_keys,) = upload(device, summed_keys[summed_keys < side.seqlen_q])
         else:
             summed = None
         together = _largest_divisor(num_groups, most) if together else 1
@@ -534,8 +535,8 @@ def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
     """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
 
     def make() -> torch.Tensor:
-        check_capture(device)
-        return torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None].to(device)
+        (first,) = upload(device, torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None])
+        return first
 
     return mask.cached(("begins", torch.device(device)), make)
 

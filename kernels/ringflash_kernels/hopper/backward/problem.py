@@ -74,8 +74,8 @@ class BackwardProblem:
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        lap, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value, and shows
-            blocks up to `lap`. If that is 0, CTAs may be at different blocks.
+        lap, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value, and
+            shows blocks below `lap`. If that is 0, CTAs may be at different blocks.
     """
 
     min_row: gl.tensor
