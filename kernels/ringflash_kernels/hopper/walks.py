@@ -18,6 +18,7 @@ from ringflash_kernels.mask import Mask, upload
 
 _MAX_BLOCK = 128  # keys of a block, at most
 _SHIFT = 8  # blocks that are not at multiples of their size are at multiples of this: TMA reads ends from 16 bytes on
+LONG_WALK = 64  # blocks
 _MASKED_COST = 0.2  # of a masked block in the forward, more than a full one takes
 
 
@@ -28,10 +29,10 @@ class Walks(NamedTuple):
     stretches: (num_stretches, 4), int32, ascending within a tile: first block, end, 1 if masked, and
         - `shifted`: columns by which its blocks are after the multiples of their size;
         - `ordered`: the row of `tiles` of the last tile above that visits these blocks, or -1;
-        - `part`: in the first stretch of a part of a tile's walk 1 + the tile's place in `summed`, else 0.
+        - `part`: in the first stretch of a part of a walk 1 + the tile's place among those of `summed`, else 0.
     blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: visits
-        of the tile that makes a visit, on average.
-    summed: tiles whose walks are cut into parts, ascending, or None.
+        of the tile that makes a visit, on average; of_long: visits of tiles with more than LONG_WALK.
+    summed: rows of the tiles whose walks are cut into parts, ascending, or None if there are none.
     """
 
     tiles: torch.Tensor
@@ -40,6 +41,7 @@ class Walks(NamedTuple):
     masked: int
     longest: int
     mean: int
+    of_long: int
     summed: torch.Tensor | None = None
 
 
@@ -73,7 +75,9 @@ def walks(
             tiles, stretches = _new_walks(mask, rows, tile_rows, block)
         summed = None
         if part is not None:
-            tiles, stretches, summed = _in_parts(tiles, stretches, part)
+            tiles, stretches, cut = _in_parts(tiles, stretches, part)
+            summed = (rows[0] + cut[:, None] * tile_rows + torch.arange(tile_rows, device="cpu")).flatten()
+            summed = upload(device, summed[summed < rows[1]])[0] if len(cut) else None
             begins = torch.nn.functional.pad(stretches[:, 0], (0, 1), value=1 << 30)
             order = begins[torch.where(tiles[:, 2] > 0, tiles[:, 1], len(stretches)).long()].argsort(stable=True)
         elif near:
@@ -83,8 +87,8 @@ def walks(
         tiles = tiles[order].contiguous()
         blocks = stretches[:, 1] - stretches[:, 0]
         of_tile, total = tiles[:, 3].long(), int(blocks.sum())
-        mean = int((of_tile**2).sum()) // max(total, 1)
-        totals = total, int((blocks * stretches[:, 2]).sum()), int(of_tile.max()), mean
+        mean, of_long = int((of_tile**2).sum()) // max(total, 1), int(of_tile[of_tile > LONG_WALK].sum())
+        totals = total, int((blocks * stretches[:, 2]).sum()), int(of_tile.max()), mean, of_long
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
         return Walks(*upload(device, tiles, stretches), *totals, summed)

@@ -27,7 +27,7 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import Walks, has_begins, limits, walks
+from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
 
 _FAR = 1 << 29  # an open side of a band
@@ -41,7 +41,9 @@ _FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in
 _LONG_TILE = 0.25  # of the blocks that each SM visits
 _HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
 _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
-_PART_BLOCKS, _PARTS_TOGETHER = 64, 4
+# Under a window, long walks go from document to document, each at its own pace. In parts that are launched near the
+# other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
+_PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -234,7 +236,7 @@ class HopperBackward:
             stores = [_piece_descriptors(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
             sums, stores_of_sums = [], [[None, None]] * 2
             if summed is not None:
-                rows = len(summed) * tiles.block_n
+                rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
             _KEYS(
@@ -248,7 +250,7 @@ class HopperBackward:
                 TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
-                x.index_copy_(1, tables.summed_keys, total[:, : len(tables.summed_keys)].to(x.dtype))
+                x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
@@ -314,18 +316,11 @@ class HopperBackward:
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
-        lap = walk.mean
-        if in_parts and _is_cut(hop, walk):
-            walk, most = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), _PARTS_TOGETHER
-            together, down = True, False
-        summed, summed_keys = walk.summed, None
-        if summed is not None and len(summed):
-            summed_keys = (summed[:, None] * block_n + torch.arange(block_n, device="cpu")).flatten()
-            (summed_keys,) = upload(device, summed_keys[summed_keys < side.seqlen_q])
-        else:
-            summed = None
-        together = _largest_divisor(num_groups, most) if together else 1
-        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), summed, summed_keys)
+        together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
+        if in_parts and _is_cut(hop, walk, self.tiles.columns):
+            walk, down = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), False
+            together = _largest_divisor(num_groups, _PARTS_TOGETHER)
+        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -371,8 +366,9 @@ def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumul
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
 
 
-def _is_cut(hop: HopRectangle, walk: Walks) -> bool:
-    return hop.has_begins and walk.longest > 2 * _PART_BLOCKS
+def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
+    """Return whether long walks are cut into parts: under a window, if they make few of the visits."""
+    return hop.has_begins and columns > 64 and 0 < walk.of_long <= _SUMMED * walk.blocks
 
 
 @contextlib.contextmanager
@@ -421,6 +417,7 @@ class Tables(NamedTuple):
         heads_together: heads, or groups of heads, at least, whose tiles alternate in the order of the launch.
         down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
             same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
+        num_walks: parts of tiles, and other tiles; summed: see `Walks`.
         lap: of the clock. With more blocks than most tiles visit, these would often be at none that it shows.
     """
 
@@ -431,7 +428,6 @@ class Tables(NamedTuple):
     lap: int = 0
     num_walks: int = 0
     summed: torch.Tensor | None = None
-    summed_keys: torch.Tensor | None = None
 
 
 class HopRectangle(NamedTuple):

@@ -135,7 +135,8 @@ def build_launch(
     elif kind == "ends":
         ends, start, stop = limits(mask, q.device, variant.tiles.rows, rows)
         ends = block_descriptor(ends, (1, variant.tiles.block_n))
-        table, stretches, *_ = walks(mask, q.device, rows, variant.tiles.rows, variant.tiles.block_n, shifted=True)
+        sizes = variant.tiles.rows, variant.tiles.block_n
+        table, stretches, *_ = walks(mask, q.device, rows, *sizes, near=True, shifted=True)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
