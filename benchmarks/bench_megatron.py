@@ -133,7 +133,9 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
         bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
         apply_rope_fusion=False, bf16=dtype is torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
     )  # fmt: skip
-    model = GPTModel(config, spec_of(way, options.impl), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope")
+    model = GPTModel(
+        config, spec_of(way, options.impl), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope"
+    )
     config.finalize_model_grads_func = finalize_model_grads
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.cuda())
 

@@ -143,6 +143,10 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         _backward(recorder, head_dim, mask)
     with mock.patch.object(backward, "_SHORT_MASKED", 1.0):  # its blocks are all masked
         _backward(recorder, head_dim, "ends down")
+    if head_dim <= 128:
+        parts = {"_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
+        with mock.patch.multiple(backward, **parts):
+            _backward(recorder, head_dim, "ends window", accumulate=False)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
