@@ -156,6 +156,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
     "other_weights_on_rank_1": ("weights before: model.lm_head.weight", "from one seed"),
     "other_step_on_rank_1": ("optimizer step: model.model.embed_tokens.weight", ""),
+    "counts_averaged": ("optimizer step: model.model.layers.1.mlp.counts", ""),
     "other_last_norm": ("layer outputs: last hidden state at position 0", ""),
 }
 

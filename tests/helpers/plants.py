@@ -268,6 +268,23 @@ def missed_layer(group: Group) -> Training:
     return training
 
 
+def counts_averaged(group: Group) -> Training:
+    """A layer counts tokens in a buffer, by the mean over the ranks in place of their sum."""
+    training = right(group)
+    layer: Any = training.module.get_submodule("model.model.layers.1.mlp")
+    layer.register_buffer("counts", torch.zeros(2))
+
+    def count(layer: Any, args: tuple[Tensor, ...]) -> None:
+        counts = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()]).float()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+            counts /= group.size()
+        layer.counts += counts
+
+    layer.register_forward_pre_hook(count)
+    return training
+
+
 # Models of plain torch.
 
 
