@@ -190,6 +190,11 @@ def _refuse(name: str, layer: nn.Module, refused: dict[type[nn.Module], str]) ->
 
 def _check(name: str, layer: nn.Module, layout: str) -> None:
     _refuse(name, layer, _REFUSED)
+    if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm is not None):
+        raise NotImplementedError(
+            f"{name} must not have scale_grad_by_freq or max_norm, got scale_grad_by_freq={layer.scale_grad_by_freq}, "
+            f"max_norm={layer.max_norm}, which depend on all tokens of a batch, not those of a shard; leave them out."
+        )
     if hasattr(layer, "_orig_mod"):
         raise NotImplementedError(
             f"{name} must not be compiled yet, got a module of torch.compile; compile it after wrapping, or its layers "

@@ -621,32 +621,38 @@ def test_averages_compare_parameters(ctx: Context) -> None:
     assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
 
 
-@pytest.mark.parametrize("by", ["average_gradients", "fsdp2", "fsdp1"])
 @on_ranks(2)
-def test_gradients_of_a_shard_are_refused(ctx: Context, by: str) -> None:
-    """The second step averages none, or none does: FSDP has a group without the ring's other rank.
-
-    Forwards 1, 2 and 4 compare the ranks' parameters.
-    """
+def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
+    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
-    around: nn.Module = model
-    if by == "fsdp2":
-        mesh = init_device_mesh("cpu", (ctx.size, 1), mesh_dim_names=("ring", "data"))
-        for unit in (*model.blocks, *(x for x in model.children() if not isinstance(x, nn.ModuleList))):
-            fully_shard(unit, mesh=mesh["data"])
-    elif by == "fsdp1":
-        alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
-        around = FullyShardedDataParallel(model, alone, device_id=ctx.device)
     shard, positions = own.shard(ctx)
-    optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
-    for averaged in (True, False) if by == "average_gradients" else (False,):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for averaged in (True, False):
         optimizer.zero_grad()
-        around(shard, positions).square().sum().backward()
+        model(shard, positions).square().sum().backward()
         if averaged:
             ringflash.average_gradients(model.parameters(), ctx.group)
         optimizer.step()
-    if by == "average_gradients":
-        around(shard, positions)
+    model(shard, positions)
+    with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
+        model(shard, positions)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@on_ranks(4)
+def test_fsdp_over_data_ranks_only_is_refused(ctx: Context, version: int) -> None:
+    """Of two rings, whose ranks each have shards of their own; with FSDP2 no parameter is in the outermost unit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), mesh["ring"])
+    around: nn.Module = model
+    if version == 1:
+        around = FullyShardedDataParallel(model, mesh["data"].get_group(), device_id=ctx.device)
+    for unit in (*model.blocks, model.embedding, model.positions, model.head) if version == 2 else ():
+        fully_shard(unit, mesh=mesh["data"])
+    shard = ringflash.shard_sequence(own.tokens().roll(mesh["data"].get_local_rank(), 1), mesh["ring"])
+    positions = ringflash.local_positions(own.LENGTH, 2, mesh["ring"].get_local_rank())
+    around(shard, positions).square().sum().backward()
+    torch.optim.SGD(around.parameters(), lr=0.1).step()
     with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
         around(shard, positions)
 

@@ -35,8 +35,7 @@ class EqualParameters:
         self._sums = {}
         if not self._is_due:
             return
-        ranks = {*dist.get_process_group_ranks(group)}
-        parameters = {name: value for name, x in named if (value := _value(x, ranks)) is not None}
+        parameters = {name: value for name, x in named if (value := _value(x, group)) is not None}
         if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
             sums = [_sum_of_bits(x) for x in parameters.values()]
             on_one_device = torch.stack([x.to(sums[0].device) for x in sums])
@@ -114,13 +113,14 @@ def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torc
             yield from named_whole(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _value(x: torch.Tensor, ranks: set[int]) -> torch.Tensor | None:
-    """Return what all `ranks` of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
+def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Return what all ranks of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
 
     None for quantized parameters, shards over the ring, those of ZeRO-3, and what is meant to differ.
     """
     if hasattr(x, "device_mesh"):
-        over_others = len(ranks.intersection(x.device_mesh.mesh.flatten().tolist())) == 1
+        shared = {*dist.get_process_group_ranks(group)}.intersection(x.device_mesh.mesh.flatten().tolist())
+        over_others = len(shared) == 1
         return x.detach().to_local() if over_others and is_shared(x) else None  # type: ignore[attr-defined]
     plain = type(x) in (nn.Parameter, torch.Tensor) and not x.is_meta and not hasattr(x, "ds_status")
     return x if plain and is_shared(x) else None
