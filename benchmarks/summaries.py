@@ -241,7 +241,7 @@ def tritons() -> str:
 
 
 def triton_3_9() -> str:
-    """Tabulate the speed of kernels with triton 3.9, relative to 3.6: least, median and most of each head_dim's rows."""
+    """Tabulate the speed of kernels with triton 3.9, relative to 3.6: least, median and most by head_dim."""
     first, second = (_load(f"triton_3_{minor}_1xh100") for minor in (6, 9))
     names = {
         ("ringflash", "forward"): "forward",
