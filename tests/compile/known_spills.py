@@ -52,6 +52,14 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys_fp8 hd128 fp8 ends window": 13,
     },
     "3.9": {
+        # The second of two consumers, which is 5 to 10% faster than with the addresses that spill nothing.
+        "backward_keys hd96 bfloat16 band": 1,
+        "backward_keys hd96 bfloat16 band store": 1,
+        "backward_keys hd128 bfloat16 band": 1,
+        "backward_keys hd128 bfloat16 band store": 1,
+        "backward_keys hd128 bfloat16 band store fp32 out": 1,
+        "backward_keys hd128 bfloat16 bounds": 1,
+        "backward_keys hd128 float16 band": 1,
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,

@@ -118,6 +118,20 @@ def test_broken_promise_of_only_dq():
         run.add(k, v, _CAUSAL, dk, dv)
 
 
+@pytest.mark.parametrize(
+    "seqlen, group, deterministic, expected",
+    [(1024, 1, False, 8), (2048, 1, False, 4), (4096, 1, False, 8), (1024, 4, False, 32), (1024, 1, True, 32)],
+    ids=str,
+)
+def test_short_heads_run_few_at_a_time(seqlen, group, deterministic, expected):
+    """Of 64, at head_dim 128: with more of them, dQ would not stay in L2. Longer heads and groups run as before."""
+    q = torch.zeros(1, 64, 4, 128, dtype=torch.bfloat16)
+    module, lse = Emulator().load("backward.host"), torch.zeros(1, 4, 64)
+    run = module.HopperBackward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
+    hop = module.hop_of(Mask.band(seqlen, seqlen, causal=True), torch.device("cpu"))
+    assert run.heads_together(hop, 64, group) == expected
+
+
 def test_last_section_of_two_heads():
     """Tiles of the first head, then those of the other two, which alternate."""
     emulator = Emulator()

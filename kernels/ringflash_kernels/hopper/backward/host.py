@@ -34,6 +34,8 @@ _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
 # Q and dO of the heads that run concurrently should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_PER_SECTION = 16 * 2**20
+# The SMs have tiles of many short heads at a time. With more of them, dQ in fp32 would leave L2 between two tiles.
+_SHORT_ROWS, _ROWS_TOGETHER = 2048, 8192
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
@@ -181,6 +183,14 @@ class HopperBackward:
             return 0
         return lap or -(-hop.num_rows // 64)
 
+    def heads_together(self, hop: HopRectangle, num_groups: int, group: int) -> int:
+        """Return how many heads, or groups of heads, alternate in the order of `backward_keys`."""
+        together = self._section(num_groups, hop.num_rows, group)
+        is_short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
+        if is_short and group == 1 and not (self.ordered or hop.has_bounds):
+            together = _largest_divisor(num_groups, min(together, _ROWS_TOGETHER // hop.num_rows))
+        return together
+
     def _add_keys(
         self,
         k: torch.Tensor,
@@ -197,7 +207,7 @@ class HopperBackward:
         num_groups = batch * num_heads // group
         tables = self._tables(mask, hop, k.device, num_groups, in_parts=not (tiles.wide or self.ordered))
         summed = None if accumulate else tables.summed
-        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
+        heads_together = 1 if tiles.wide else self.heads_together(hop, num_groups, group)
         heads_together = max(heads_together, tables.heads_together)
         num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)

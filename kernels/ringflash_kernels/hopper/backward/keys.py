@@ -247,7 +247,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         dout1 = sm.dout1.index(slot).reshape([64, R])
 
     if not sm.KV_IN_REGISTERS:
-        k = sm.k0.index(opaque(W)).reshape([64, C])
+        # Without a fixed order dQ leaves by TMA, and is 5 to 10% faster if only V's place is hidden.
+        k = sm.k0.index(opaque(W) if sm.ORDERED else W).reshape([64, C])
         v = sm.v0.index(opaque(W)).reshape([64, C])
 
     # S^T = K Q^T and dP^T = V dO^T
