@@ -57,7 +57,7 @@ test-newest:  ## Run the CPU tests with the newest release of everything, so tha
 	$(CPU_TESTS) -m "$(EVERY_CPU_TEST)"
 
 # Trainers that recipes/trainers changes. Their requirements exclude each other's, and ours of transformers.
-FRAMEWORKS = verl swift automodel axolotl
+FRAMEWORKS = axolotl verl swift automodel
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## Run tests inside other trainers, each in an environment of its own
 
 RELEASE_verl = triton==3.6.0 verl==0.9.1
@@ -68,6 +68,7 @@ RELEASE_axolotl = axolotl==0.21.0
 test-framework-axolotl: PYTHON = python3.12
 
 test-framework-%:
+	@$(PYTHON) --version || { echo "$@ must find $(PYTHON); install it, or make $@ PYTHON=its path" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 $(RELEASE_$*) \

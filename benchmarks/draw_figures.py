@@ -133,9 +133,7 @@ def loss_curves(result: dict) -> str:
     losses, left, top, width, height = result["losses"], 60, 30, 620, 260
     highest = max(max(curve) for curve in losses.values())
     parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]
-    for level in range(int(highest) + 1):
-        y = top + height * (1 - level / highest)
-        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    parts += scale(left, top, width, height, range(int(highest) + 1), highest)
     for i, (color, (size, curve)) in enumerate(zip(STEP_COLORS, losses.items(), strict=False)):
         points = [(left + width * s / len(curve), top + height * (1 - x / highest)) for s, x in enumerate(curve)]
         parts.append(polyline(points, color, 9 - 2.5 * i))
@@ -180,9 +178,7 @@ def _panel(
     """Return a panel with one line for each curve, cut off at the lowest and highest level."""
     low, high = levels[0], levels[-1]
     parts = [text(left, top - 8, title, size=12)]
-    for level in levels:
-        y = top + height * (high - level) / (high - low)
-        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, f"{level:g}", size=11, anchor="end")]
+    parts += scale(left, top, width, height, levels, high, low)
     for name, curve in curves.items():
         clipped = [min(high, max(low, x)) for x in curve]
         places = [left + width * (i + 0.5) / len(curve) for i in range(len(curve))]
@@ -201,9 +197,7 @@ def ring_beside_peers(results: Sequence[dict]) -> str:
     group = bar * len(names) + 30
     width = group * len(rows)
     parts = [text(left, 18, "percent of the ideal, forward and backward, eight H200s, 32/8 heads of 128, causal")]
-    for level in range(0, 101, 20):
-        y = top + height * (1 - level / 100)
-        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    parts += scale(left, top, width, height, range(0, 101, 20), 100)
     for i, row in enumerate(rows):
         for j, name in enumerate(names):
             x, tall = left + group * i + bar * j + 15, height * row["percent"][name] / 100
@@ -230,9 +224,7 @@ def by_length(results: Sequence[dict], direction: str) -> str:
     left, top, width, height = 70, 30, 620, 260
     highest = 100 * (1 + int(max(row["tflops"].get(who, 0) for row in rows for who in contenders) // 100))
     parts = [text(left, 18, f"TFLOP/s, {direction}, head_dim 128, causal")]
-    for level in range(0, highest + 1, 100):
-        y = top + height * (1 - level / highest)
-        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, str(level), size=12, anchor="end")]
+    parts += scale(left, top, width, height, range(0, highest + 1, 100), highest)
     places = [left + width * (i + 0.5) / len(rows) for i in range(len(rows))]
     for x, label in zip(places, labels, strict=True):
         parts.append(text(x, top + height + 18, label, size=11, anchor="middle"))
@@ -248,6 +240,17 @@ def by_length(results: Sequence[dict], direction: str) -> str:
 def _tokens(length: str) -> int:
     """Return the number of tokens in the name of a row: "10k" or "6,000"."""
     return int(length[:-1]) * 1024 if length.endswith("k") else int(length.replace(",", ""))
+
+
+def scale(
+    left: float, top: float, width: float, height: float, levels: Sequence[float], high: float, low: float = 0
+) -> list[str]:
+    """Return horizontal lines at some levels, with their numbers."""
+    parts = []
+    for level in levels:
+        y = top + height * (high - level) / (high - low)
+        parts += [line(left, y, left + width, y, "#dddddd"), text(left - 8, y + 4, f"{level:g}", size=12, anchor="end")]
+    return parts
 
 
 def document(width: float, height: float, parts: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,21 @@ def _figure(result: str) -> str:
     """Return the figure that a result path names: file, keys, format."""
     name, *path, form = result.split("::")
     try:
-        return format(_find(_load(name), path), form)
+        return format(_find(load(name), path), form)
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{SIDECAR} must name a committed figure, got {result!r}: {error!r}.") from error
 
 
 @cache
-def _load(name: str) -> Any:
+def load(name: str) -> Any:
+    """Return the content of a result file."""
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of a page."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def _find(value: Any, path: list[str]) -> Any:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
-from functools import cache
 from math import prod
-from typing import Any
 
-from benchmarks.quotes import RESULTS
+from benchmarks.quotes import load, table
 
 PEERS = ("flash-attn-4", "cuDNN")
 H200 = ("kernels_hd128_1xh200", "kernels_other_heads_1xh200")
@@ -37,14 +34,6 @@ CASES = {
     "multi_gpu_flash2_fp16_4ranks_1xh200": "`flash2`, four ranks on one H200",
 }
 TRAINED = ("training_whole_8xh200", "training_whole_1m_4xh200", "training_whole_2xh200", "training_whole_1xh200")
-TRITON_COLUMNS = {
-    "ringflash": "bf16",
-    "ringflash, deterministic": "deterministic",
-    "ringflash FP8": "FP8 forward",
-    "ringflash FP8, fp8_scores": 'FP8 backward, `"fp8_scores"`',
-    "ringflash FP8, fp8": '`"fp8"`',
-    "cuDNN": "cuDNN",
-}
 STEP_HEAD = ("H200s", "tokens", "precision", "s a step", "MFU", "GiB in use of 140")
 
 
@@ -53,11 +42,11 @@ def errors() -> str:
     tensors = ("out", "lse", "dq", "dk", "dv")
     rows = []
     for name in CASES:
-        result = _load(name)
+        result = load(name)
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[result["dtype"]]
         cells = [_limited(result["worst"][tensor]["max"]) for tensor in tensors]
         rows.append([f"{CASES[name]}, {dtype}", f"{result['num_cases']}", *cells, result["commit"]])
-    return _table(["largest error / budget", "cases", *(f"`{x}`" for x in tensors), "commit"], rows)
+    return table(["largest error / budget", "cases", *(f"`{x}`" for x in tensors), "commit"], rows)
 
 
 def _limited(ratio: float) -> str:
@@ -68,7 +57,7 @@ def kernels() -> str:
     """Tabulate the geometric mean and the minimum of our speed relative to the peers, by card and head_dim."""
     rows = []
     for names in (H200, H100):
-        about = _load(names[0])["environment"]
+        about = load(names[0])["environment"]
         card = about["device"].removeprefix("1 x NVIDIA ").partition(" ")[0]
         for label, passes in _compared(*names).items():
             cells = [
@@ -78,13 +67,13 @@ def kernels() -> str:
             ]
             rows.append([f"{card}, {about['commit']}", label, f"{len(passes['forward'])}", *cells])
     head = ["card, commit", "head_dim", "rows", *(f"{x} / {peer}" for x in ("forward", "backward") for peer in PEERS)]
-    return "Geometric mean, in brackets the least row:\n\n" + _table(head, rows)
+    return "Geometric mean, in brackets the least row:\n\n" + table(head, rows)
 
 
 def _compared(*names: str) -> dict[str, dict[str, list[dict]]]:
     """Collect the TFLOP/s of the rows of results on which peers were timed, by head_dim and pass."""
     groups: dict[str, dict[str, list[dict]]] = {}
-    for row in (row for name in names for row in _load(name)["results"]):
+    for row in (row for name in names for row in load(name)["results"]):
         if PEERS[0] in row["tflops"]:
             head_dim, tokens, *_ = row["row"].removeprefix("hd").split()
             label = f"{head_dim}, {tokens} tokens" if tokens in ("1k", "2k") else head_dim
@@ -110,7 +99,7 @@ def kernel_aims() -> str:
     rows = {
         row["row"]: row["tflops"]["ringflash"]
         for name in H200
-        for row in _load(name)["results"]
+        for row in load(name)["results"]
         if row["pass"] != "forward"
     }
     wide = [
@@ -125,12 +114,12 @@ def kernel_aims() -> str:
         ],
         ["head_dim 192 backward, part of head_dim 128's TFLOP/s", " and ".join(f"{x:.2f}" for x in wide), "0.85"],
     ]
-    return _table(["missed aim", "reached", "aim"], reached)
+    return table(["missed aim", "reached", "aim"], reached)
 
 
 def kernel_errors() -> str:
     """Tabulate the mean errors of our kernels relative to those of flash-attn-4."""
-    cases = _load("kernel_errors_1xh200")["cases"].values()
+    cases = load("kernel_errors_1xh200")["cases"].values()
     found = {
         tensor: [case["hopper"][tensor]["mean"] / case["fa4"][tensor]["mean"] for case in cases]
         for tensor in ("out", "lse", "dq", "dk", "dv")
@@ -139,7 +128,7 @@ def kernel_errors() -> str:
         [f"`{tensor}`", f"{prod(ratios) ** (1 / len(ratios)):.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}"]
         for tensor, ratios in found.items()
     ]
-    return _table(["mean error / flash-attn-4's", "geometric mean of the cases", "least", "largest"], rows)
+    return table(["mean error / flash-attn-4's", "geometric mean of the cases", "least", "largest"], rows)
 
 
 def ring() -> str:
@@ -162,7 +151,7 @@ def ring() -> str:
         "torch context_parallel (MHA)": "torch context_parallel (MHA)",
     }
     rows = [[label, *(_both(*column, name) for column in columns.values())] for label, name in names.items()]
-    return _table(["tokens a GPU", *columns], rows)
+    return table(["tokens a GPU", *columns], rows)
 
 
 def aims() -> str:
@@ -184,7 +173,7 @@ def aims() -> str:
         missed = aim and reached and any(x < y for x, y in zip(reached, aim, strict=True))
         goal = " / ".join(f"{x:g}" for x in aim) if aim else ""
         rows.append([label, *cells, goal + (", missed" if missed else ", not measured" if aim and not reached else "")])
-    return _table(["tokens a GPU", *machines, "aim for 8 GPUs"], rows)
+    return table(["tokens a GPU", *machines, "aim for 8 GPUs"], rows)
 
 
 def _percents(files: Iterable[str], tokens: str, name: str) -> list[float]:
@@ -193,7 +182,7 @@ def _percents(files: Iterable[str], tokens: str, name: str) -> list[float]:
 
 def _percent(file: str, tokens: str, mask: str, kind: str, name: str, heads: str = "32/8 heads of 128") -> list[float]:
     wanted = f"{tokens} tokens a rank, {heads}, {mask}"
-    rows = [row for row in _load(file)["results"] if (row["row"], row["pass"]) == (wanted, kind)]
+    rows = [row for row in load(file)["results"] if (row["row"], row["pass"]) == (wanted, kind)]
     return [row["percent"][name] for row in rows if name in row["percent"]]
 
 
@@ -209,13 +198,13 @@ def training() -> str:
         exposed = [f"{parts[name]:.1f}" for name in ("communication", "host copies", "idle")]
         rows.append([*_step(result, steps[-1]), *exposed, "first" if len(steps) == 1 else "second", result["commit"]])
     head = [*STEP_HEAD, "exposed communication, s", "exposed copies, s", "idle, s", "step at this length", "commit"]
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _longest() -> Iterator[tuple[dict, list[dict]]]:
     """Yield each result with its timed steps of the longest sequence."""
     for name in TRAINED:
-        result = _load(name)
+        result = load(name)
         timed = [step for step in result["steps"] if step["kind"] == "timed"]
         yield result, [step for step in timed if step["seqlen"] == max(other["seqlen"] for other in timed)]
 
@@ -223,20 +212,6 @@ def _longest() -> Iterator[tuple[dict, list[dict]]]:
 def _step(result: dict, step: dict) -> list[str]:
     figures = f"{step['seconds']:.1f}", f"{step['mfu_percent']:.1f}%", f"{step['device_gib']:.0f}"
     return [f"{result['ranks']}", f"{step['seqlen']:,}", result["precision"], *figures]
-
-
-def tritons() -> str:
-    """Tabulate the speed of kernels with triton 3.8, relative to 3.6."""
-    results = [_load(f"triton_3_{minor}_1xh200") for minor in (6, 8)]
-    first, second = ({(row["row"], row["pass"]): row["tflops"] for row in result["results"]} for result in results)
-    rows = []
-    for case, tflops in first.items():
-        ratios = [f"{second[case][name] / tflops[name]:.2f}" if name in tflops else "" for name in TRITON_COLUMNS]
-        rows.append([", ".join(case), *ratios])
-    before, about = (result["environment"] for result in results)
-    versions = f"torch {about['torch']}, triton {before['triton']} and {about['triton']}, cudnn {about['cudnn']}"
-    line = f"`{about['command']}` on {about['device']}, {versions}, commit {about['commit']}:"
-    return f"{line}\n\n{_table(['3.8 / 3.6', *TRITON_COLUMNS.values()], rows)}"
 
 
 def eager() -> str:
@@ -257,8 +232,8 @@ def eager() -> str:
             )
         ]
         rows.append([f"{int(tokens) // 1024}k, {heads}", *cells])
-    fast = _load("ring_fast_host_2xh200")["environment"]["commit"]
-    return _table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", f"eagerly, fast host ({fast})"], rows)
+    fast = load("ring_fast_host_2xh200")["environment"]["commit"]
+    return table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", f"eagerly, fast host ({fast})"], rows)
 
 
 def recorded_calls() -> str:
@@ -269,7 +244,7 @@ def recorded_calls() -> str:
         ("ring_host_2xh100", COPY_ENGINE),
         ("ring_host_2xh100", GRAPH),
     ):
-        commit = _load(file)["environment"]["commit"]
+        commit = load(file)["environment"]["commit"]
         columns[f"{'from a CUDA graph' if name == GRAPH else 'eagerly'} ({commit})"] = file, name
     rows = [
         [
@@ -278,19 +253,7 @@ def recorded_calls() -> str:
         ]
         for tokens, heads in (("4096", "32/8 heads of 128"), ("8192", "32/32 heads of 128"))
     ]
-    return _table(["tokens a GPU, heads", *columns], rows)
-
-
-def command_lists() -> str:
-    """Tabulate a short row on two GPUs before and after recorded calls were issued as lists, in one lease."""
-    rows = []
-    for file in ("ring_commands_before_2xh100", "ring_commands_2xh100"):
-        loaded = _load(file)
-        forward, both = loaded["results"]
-        cells = [f"{forward['percent'][name]:.1f} / {both['percent'][name]:.1f}" for name in (COPY_ENGINE, GRAPH)]
-        host = f"{forward['host_us'][COPY_ENGINE]:.0f} / {both['host_us'][COPY_ENGINE]:.0f}"
-        rows.append([loaded["environment"]["commit"], host, *cells])
-    return _table(["commit", "host, µs", "eagerly", "from a CUDA graph"], rows)
+    return table(["tokens a GPU, heads", *columns], rows)
 
 
 def ring_fp8() -> str:
@@ -302,46 +265,20 @@ def ring_fp8() -> str:
         for tokens in ("32768", "8192")
         for label, name in names.items()
     ]
-    return _table(["tokens a GPU", "over", "forward", "both passes"], rows)
-
-
-def exchange() -> str:
-    """Tabulate the milliseconds of a layer with and without an exchange of heads."""
-    names = {
-        "one device, half of the heads": "one device, half of the heads",
-        "copy_engine": "`copy_engine`, flat",
-        "ulysses over ce": "`ulysses` over the copy engine",
-        "ulysses over nccl": "`ulysses` over NCCL",
-        "nccl": "`nccl`, flat",
-    }
-    rows = [
-        [names[row["way"]], f"{row['forward']:.2f}", f"{row['both']:.2f}"] for row in _load("exchange_2xh100")["rows"]
-    ]
-    return _table(["", "forward", "both passes"], rows)
-
-
-def rehearsal() -> str:
-    """Tabulate the percentage of the kernels' speed that a rail between hosts reaches."""
-    kinds = ("forward", "backward", "both")
-    rows = [
-        [f"{row['tokens'] // 1024}k"]
-        + [f"{row['percent'][kind]['measured']:.1f} / {row['percent'][kind]['model']:.1f}" for kind in kinds]
-        for row in reversed(_load("rehearsal_2xh200")["results"])
-    ]
-    return _table(["tokens a GPU", *kinds], rows)
+    return table(["tokens a GPU", "over", "forward", "both passes"], rows)
 
 
 def trainer() -> str:
     """Tabulate the speed and memory of Trainer with our backend and with torch's."""
-    result = _load("trainer_2xh100")
+    result = load("trainer_2xh100")
     gib = {turn["cp_backend"]: turn["allocated_gib"] for turn in result["turns"]}
     rows = [[f'`"{name}"`', f"{speed:,.0f}", f"{gib[name]:.1f}"] for name, speed in result["tokens_per_second"].items()]
-    return _table(["`cp_backend`", "tokens/s", "GiB allocated"], rows)
+    return table(["`cp_backend`", "tokens/s", "GiB allocated"], rows)
 
 
 def trainer_errors() -> str:
     """Tabulate the largest error of a gradient over its budget, in a step of Trainer on two GPUs."""
-    cases = _load("steps_of_trainer_2xh100")["cases"]
+    cases = load("steps_of_trainer_2xh100")["cases"]
     names = {"llama": "Llama", "qwen3_5": "Qwen3.5", "granitemoehybrid": "Granite 4"}
     rows = [
         [
@@ -350,18 +287,18 @@ def trainer_errors() -> str:
         ]
         for name, label in names.items()
     ]
-    return _table(["", "fp64", "bf16"], rows)
+    return table(["", "fp64", "bf16"], rows)
 
 
 def loss_curves_on_cpus() -> str:
     """Tabulate how far losses of several ranks are from those of one, on CPUs in fp64."""
-    result = _load("loss_curves_cpu")
+    result = load("loss_curves_cpu")
     one, *others = result["losses"].items()
     rows = []
     for ranks, losses in others:
         apart = [abs(loss / first - 1) for loss, first in zip(losses, one[1], strict=True)]
         rows.append([f"cp={ranks}", f"{max(apart[:100]):.1e}", f"{max(apart):.1e}"])
-    return _table(["against cp=1, relative", "steps 1 to 100", "steps 1 to 200"], rows)
+    return table(["against cp=1, relative", "steps 1 to 100", "steps 1 to 200"], rows)
 
 
 def loss_curves_on_gpus() -> str:
@@ -374,20 +311,10 @@ def loss_curves_on_gpus() -> str:
     }
     rows = []
     for name, machine in names.items():
-        result = _load(name)
+        result = load(name)
         for run, apart in result["apart"].items():
             rows.append([machine, f"cp={run}", f"{apart:.2%}", result["environment"]["commit"]])
-    return _table(["machine", "run", "largest difference", "commit"], rows)
-
-
-@cache
-def _load(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def _table(head: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return table(["machine", "run", "largest difference", "commit"], rows)
 
 
 SUMMARIES = {
@@ -400,9 +327,6 @@ SUMMARIES = {
         "recorded_calls": recorded_calls,
         "training_steps": training,
     },
-    "docs/decisions/0001-environment.md": {"tritons": tritons},
-    "docs/decisions/0013-by-host.md": {"exchange": exchange, "rehearsal": rehearsal},
-    "docs/decisions/0017-tape.md": {"command_lists": command_lists},
     "docs/numerics.md": {
         "errors": errors,
         "errors_beside": kernel_errors,

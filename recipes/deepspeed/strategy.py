@@ -31,7 +31,7 @@ from ringflash.comm.agreement import agree
 from ringflash.comm.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.deepspeed.engine import initialize, skip_shared_memory_op
 from ringflash.deepspeed.refusals import check, parse, read
-from ringflash.lightning.checkpoints import COMPLETE, check_folders, check_local, check_same_state, note_time
+from ringflash.lightning.checkpoints import COMPLETE, check_local, check_same_state, note_time
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
@@ -135,12 +135,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             self._init_deepspeed_distributed()
 
     def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, after checking where checkpoints will be written.
-
-        Raises:
-            ValueError: checkpoints would be written to a bucket.
-        """
-        check_folders(trainer)
+        """Set up as Lightning does; gradients are clipped in DeepSpeed's step."""
         super().setup(trainer)
         self.precision_plugin.clip_gradients = self._clip_in_step  # type: ignore[method-assign]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import CallShape, make_addressable, pad_values
+from ringflash.attention.inputs import CallInputs, CallShape, make_addressable, pad_values
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
-from ringflash.attention.sections import choose_sections
+from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_row, is_eager
 from ringflash.comm.group import Group, resolve
@@ -111,20 +111,8 @@ def attend(
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
     if isinstance(cu_seqlens, Sequence):
-        rows, named = [], is_eager()  # ranks with other rows would pair them with those of their next call
-        if not named and not torch.compiler.is_compiling():
-            agree(options.group, {"rows of cu_seqlens": len(cu_seqlens)}, device=q.device)
-        for index, (a, b, c, bounds) in enumerate(zip(q.split(1), k.split(1), v.split(1), cu_seqlens, strict=True)):
-            with in_row(index, len(cu_seqlens)) if named else nullcontext():
-                rows.append(
-                    attend(
-                        a, b, c, options, causal=causal, softmax_scale=scale, window_size=window_size,
-                        cu_seqlens=bounds, return_lse=return_lse,
-                    )
-                )  # fmt: skip
-        parts = zip(*(x if isinstance(x, tuple) else (x,) for x in rows), strict=True)
-        out, *rest = map(torch.cat, parts)
-        return (out, *rest) if return_lse else out  # type: ignore[return-value]
+        arguments = {"causal": causal, "softmax_scale": scale, "window_size": (left, right), "return_lse": return_lse}
+        return _attend_rows(q, k, v, options, cu_seqlens, arguments)
     if torch.compiler.is_compiling():
         _check_compiled_differentiation()
     else:
@@ -140,6 +128,30 @@ def attend(
     if v.dim() and v.shape[-1] > width:
         out = out[..., :width]
     return (out, lse) if return_lse else out
+
+
+def _attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: CallOptions,
+    bounds: Sequence[torch.Tensor],
+    arguments: dict[str, Any],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attend each row of a batch to its own documents, one after the other.
+
+    Ranks with other numbers of rows would pair them with those of their next call, so each row has a name.
+    """
+    rows, named = [], is_eager()
+    if not named and not torch.compiler.is_compiling():
+        agree(options.group, {"rows of cu_seqlens": len(bounds)}, device=q.device)
+    for index, (a, b, c, cu_seqlens) in enumerate(zip(q.split(1), k.split(1), v.split(1), bounds, strict=True)):
+        with in_row(index, len(bounds)) if named else nullcontext():
+            rows.append(attend(a, b, c, options, cu_seqlens=cu_seqlens, **arguments))
+    if not arguments["return_lse"]:
+        return torch.cat(rows)  # type: ignore[arg-type]
+    out, lse = map(torch.cat, zip(*rows, strict=True))
+    return out, lse
 
 
 @dataclass(frozen=True)
@@ -207,7 +219,7 @@ def explain(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
-    plan = plan_call(q, k, v, cu_seqlens, options)
+    plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
     moved_by = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
@@ -232,9 +244,8 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
         )
     if plan.algorithm is not Algorithm.RING:
         blocks = plan.key_blocks(shape)
-        keys = max(block.capacity for block in blocks)
-        dtype = plan.travelling_dtype(shape.dtype)
-        sections = choose_sections(shape.kv, shape.num_heads, keys, dtype, len(blocks))
+        sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
+        sections = choose_sections(sizes, len(blocks))
         return (
             *(
                 f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "

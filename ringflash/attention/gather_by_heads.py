@@ -20,9 +20,7 @@ docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -31,12 +29,13 @@ from ringflash.attention import sections
 from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import KVShape
+from ringflash.attention.inputs import BackwardInputs, KVShape
 from ringflash.attention.operands import Operands
-from ringflash.attention.sections import Unit
+from ringflash.attention.sections import GatherSizes, Unit
+from ringflash.attention.steps import Tensors
 from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
-from ringflash.comm.transport.areas import GroupAreas
+from ringflash.comm.transport.areas import JoinAfterError
 from ringflash.comm.transport.lanes import Lanes, Marker
 from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.comm.wait_timer import measuring, waiting
@@ -53,48 +52,30 @@ class HeadGather(GatherCall):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
-        out, lse = self._issue("forward", self._forward, q, k, v, row_max)
+        out, lse = self._issue("forward", self._forward, (q, k, v, row_max))
         return out, lse
 
     def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
+        q, k, v, row_max = inputs
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
         gathered = self._gathered("forward", k, v, q.shape[2])
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max), k, v)
         return out, lse
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
-        dq, dk, dv = self._issue("backward", self._backward, dout, dlse, q, k, v, out, lse, row_max)
+        dq, dk, dv = self._issue("backward", self._backward, inputs)
         return dq, dk, dv
 
-    def _backward(
-        self,
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        row_max: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, ...]:
+    def _backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, ...]:
+        q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
         returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k))
-        self._run(BackwardUnits(self, gathered, returned, q, (dout, dlse, out, lse, row_max), (dq, dk, dv)), k, v)
+        self._run(BackwardUnits(self, gathered, returned, inputs, (dq, dk, dv)), k, v)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -103,10 +84,9 @@ class HeadGather(GatherCall):
 
     def _gathered(self, pass_name: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
-            keys = max(block.capacity for block in self.blocks)
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
-            shape = KVShape.of(k, v)
-            chosen = sections.choose_sections(shape, num_heads, keys, operands.dtype, len(self.blocks))
+            sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, operands.dtype)
+            chosen = sections.choose_sections(sizes, len(self.blocks))
             return GatheredKV.of(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
 
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)
@@ -119,14 +99,14 @@ class HeadGather(GatherCall):
         )
 
     def _issue(
-        self, pass_name: str, issue: Callable[..., tuple[torch.Tensor, ...]], *tensors: torch.Tensor | None
+        self, pass_name: str, issue: Callable[[Any], tuple[torch.Tensor, ...]], tensors: Tensors
     ) -> tuple[torch.Tensor, ...]:
-        """Run a pass by `issue(*tensors)`; repeat its tape once there is one."""
+        """Run a pass by `issue(tensors)`; repeat its tape once there is one."""
         assert tensors[0] is not None
         memory, device = self.memory, tensors[0].device
         with memory.on_one_stream():
             if self.queries_arrived or not can_repeat(self.impl, device, tensors):
-                return issue(*tensors)
+                return issue(tensors)
             assert isinstance(memory, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
             place = memory.current().cuda_stream, comm_sms(self.impl, transport_name(memory))
@@ -134,7 +114,7 @@ class HeadGather(GatherCall):
             tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
                 return tape.record(memory, tensors, issue)
-            with _Watched(memory, pass_name, device) as watched:
+            with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
                 return tape.repeat(memory, tensors, self.number, watched)
 
     def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -143,37 +123,13 @@ class HeadGather(GatherCall):
         key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
-        with _Watched(self.memory, work.pass_name, device) as watched:
+        with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
                 arrived = work.gathered.publish(k, v, self.impl, self.number)
             run_units(work, arrived, watched, in_order)
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
-
-
-class _Watched:
-    """Context of the issue of a pass, which the watchdog watches.
-
-    After an error, out of memory for example, lanes may still write to memory that the caller is about to free. So
-    the caller's stream waits for all of them.
-    """
-
-    def __init__(self, memory: GroupAreas, pass_name: str, device: torch.device) -> None:
-        self._memory, self._call = memory, watching(memory, pass_name, device)
-
-    def __enter__(self) -> CallInFlight | Unwatched:
-        return self._call.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is not None:
-                with suppress(RuntimeError):  # from a device that failed; the first error is the cause
-                    self._memory.join()
-        finally:
-            self._call.__exit__(kind, error, trace)
 
 
 def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.schedule import Gathering
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
@@ -154,18 +155,17 @@ class BackwardUnits(UnitWork):
         call: GatherCall,
         gathered: GatheredKV,
         returned: GradientReturn,
-        q: Tensor,
-        saved: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None],
+        inputs: BackwardInputs,
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        super().__init__(call, gathered, q)
-        dout, dlse, out, lse, row_max = saved
+        super().__init__(call, gathered, inputs.q)
         self.returned, self.dq = returned, self.sizes.by_section(grads[0], 2)
         self.dk, self.dv = (x.split_with_sizes(self.sizes.heads, 2) for x in grads[1:])
-        self.dout, self.out = (self.sizes.by_section(x, 2) for x in (dout, out))
-        self.lse = self.sizes.by_section(lse, 1)
+        self.dout, self.out = (self.sizes.by_section(x, 2) for x in (inputs.dout, inputs.out))
+        self.lse = self.sizes.by_section(inputs.lse, 1)
         self.dlse, self.row_max = (
-            (None,) * len(self.sizes.heads) if x is None else self.sizes.by_section(x, 1) for x in (dlse, row_max)
+            (None,) * len(self.sizes.heads) if x is None else self.sizes.by_section(x, 1)
+            for x in (inputs.dlse, inputs.row_max)
         )
         self.passes: dict[int, BackwardPass] = {}
 

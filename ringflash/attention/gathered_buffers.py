@@ -19,8 +19,7 @@ from ringflash.attention import sections, transfers
 from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
-from ringflash.attention.sections import Unit, buffer_heads
-from ringflash.comm import call_numbers
+from ringflash.attention.sections import GatherSizes, Unit, buffer_heads
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
@@ -65,8 +64,13 @@ class PassSizes:
     @cached_property
     def buffered(self) -> bool:
         """True if units are pulled into buffers, False if into the area."""
-        fits = sections.fits_unbuffered(self.shape, self.blocks[0].capacity, self.operands.dtype)
-        return len(self.blocks) > 1 or not fits
+        return len(self.blocks) > 1 or not sections.fits_unbuffered(self.of_gather)
+
+    @property
+    def of_gather(self) -> GatherSizes:
+        """Sizes by which the heads were divided."""
+        num_heads = self.shape.heads * self.heads_per_kv_head
+        return GatherSizes.of(self.blocks, self.shape, num_heads, self.operands.dtype)
 
     @property
     def area_lines(self) -> int:
@@ -253,14 +257,9 @@ class GatheredKV:
 
         marker = self.memory.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
-            self.memory.note(self._expect_words, number, marker, on_host)
+            expect = partial(self.words.expect, self.memory.group, self.memory.members)
+            self.memory.note(expect, number, marker, on_host)
         return marker
-
-    def _expect_words(self, number: CallNumber, marker: Marker, on_host: torch.Tensor) -> None:
-        """Queue the words of the peers for comparison."""
-        members = self.memory.members
-        senders = [members[sender] if members else sender for sender in self.words.senders]
-        call_numbers.expect(self.memory.group, marker, number, on_host, senders, self.words.unused)
 
 
 def split_heads(

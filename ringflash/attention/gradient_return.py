@@ -136,10 +136,7 @@ def _num_buffers(sizes: PassSizes) -> int:
     """Return the number of buffers of gradients."""
     if len(sizes.blocks) > 1:
         return min(2, len(sizes.travelling))
-    (keys,), shape = sizes.blocks, sizes.shape
-    return sections.choose_num_gradient_buffers(
-        shape, shape.heads * sizes.heads_per_kv_head, keys.capacity, keys.pairs, sizes.operands.dtype, sizes.heads
-    )
+    return sections.choose_num_gradient_buffers(sizes.of_gather, sizes.heads)
 
 
 def _map_areas(

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport import GroupAreas, Transport, buffer
 from ringflash.comm.transport.areas import BEGIN, Incoming, Outgoing
@@ -83,16 +82,16 @@ class HeadExchange:
         size, memory, device = len(self.members), self.memory, first[0].device
         shares = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
         all_to_all = self._all_to_all("heads", shares, len(first), device)
-        all_to_all.words.write(self.number)
+        words = all_to_all.words
+        words.write(self.number)
         all_to_all.fill(*first, *rest)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
             arrived = memory.run_in_lane("pull", all_to_all.moves[1], [], urgent=True)
-            on_host = all_to_all.words.for_host(self.number)
+            on_host = words.for_host(self.number)
             if on_host is not None:
-                on_host.copy_(all_to_all.words.arrived, non_blocking=True)
-                senders = [self.members[sender] for sender in all_to_all.words.senders]
-                call_numbers.expect(memory.group, memory.mark(), self.number, on_host, senders)
+                words.send_to_host(on_host)
+                words.expect(memory.group, self.members, self.number, memory.mark(), on_host)
         tensors = all_to_all.arrived()
         return tensors[: len(first)], tensors[len(first) :], arrived
 

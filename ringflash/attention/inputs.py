@@ -1,4 +1,4 @@
-"""Preparation and checks of q, k and v before a call: dtype, requires_grad, strides, width of v, sizes."""
+"""Inputs of a call and of a backward: preparation of q, k and v (dtype, requires_grad, strides, width of v), checks."""
 
 from __future__ import annotations
 
@@ -69,6 +69,42 @@ def pad_values(k: Tensor, v: Tensor) -> Tensor:
     return pad(v, (0, missing)) if missing > 0 else v
 
 
+class CallInputs(NamedTuple):
+    """Arguments of a call on this rank, by which it is checked and planned.
+
+    Args:
+        cu_seqlens: as `ring_attention`; in a backward the documents that the forward read.
+        grad_flags: bit 0, 1, 2: q, k, v requires grad.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens: Tensor | Documents | None
+    options: CallOptions
+    grad_flags: int = 0
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors of one backward on this rank.
+
+    Args:
+        dout: as out.
+        dlse: as lse, or None.
+        q, k, v, out, lse: of the forward.
+        row_max: as lse, the largest score of each row, or a little more; only FP8 needs it.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor | None = None
+
+
 class KVShape(NamedTuple):
     """Shape of a rank's k and v, by which buffers are planned: with the mean head_dim of both if v is narrower."""
 
@@ -129,15 +165,13 @@ def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer)
 
 
-def check_call(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Documents | None, options: CallOptions, grad_flags: int
-) -> SequenceMask:
+def check_call(call: CallInputs) -> SequenceMask:
     """Check everything that does not depend on the kernel or the transport, and return the mask.
 
-    Args: as `plan_call`.
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    q, k, v, cu_seqlens, options, grad_flags = call
     check_inputs(q, k, v)
     _check_pair(q, k, grad_flags)
     if not 0 < options.scale < float("inf"):

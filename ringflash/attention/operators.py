@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ringflash.attention.inputs import CallShape
+from ringflash.attention.inputs import BackwardInputs, CallInputs, CallShape
 from ringflash.attention.options import CallOptions
 from ringflash.attention.plan import signature
 from ringflash.attention.ring_call import RingCall
@@ -61,7 +61,7 @@ def _forward(
         _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
     with device_guard(q.device), RingCall(options.group, q.device) as call:
-        q, k, v = call.plan((q, k, v), cu_seqlens, options, grad_flags)
+        q, k, v = call.plan(CallInputs(q, k, v, cu_seqlens, options, grad_flags))
         if options.group is not None:
             content: dict[str, object] = {}
             if call.error is None:
@@ -127,11 +127,12 @@ def _gradients(
     )
     number, documents = _read_record(record)
     with device_guard(q.device), RingCall(options.group, q.device, number) as call:
-        q, k, v, dout = call.plan((q, k, v, dout), documents, options)
+        q, k, v, dout = call.plan(CallInputs(q, k, v, documents, options), dout)
         if options.group is not None:
             agreement.agree_on_backward(options.group, call.number, call.error, q.device)
         work = call.start(CallShape.of(q, k, v))
-        return work.backward(dout, dlse, q, k, v, out, lse, row_max if row_max.numel() else None)
+        largest = row_max if row_max.numel() else None
+        return work.backward(BackwardInputs(dout, dlse, q, k, v, out, lse, largest))
 
 
 def _make_record(number: int, cu_seqlens: Tensor | None, documents: Documents | None) -> Tensor:

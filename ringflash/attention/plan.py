@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ringflash.attention import schedule
 from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallShape, check_call
+from ringflash.attention.inputs import CallInputs, CallShape, check_call
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.schedule import Gathering, Schedule
-from ringflash.attention.sections import choose_blocks
+from ringflash.attention.sections import GatherSizes, choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
@@ -38,7 +38,7 @@ from ringflash.comm.transport import (
     whole_transport,
 )
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
-from ringflash.sequence.mask import Documents, SequenceMask
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
@@ -111,12 +111,11 @@ class CallPlan:
         return self._blocks[shape]
 
     def _plan_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
-        whole, layout = self.gathering, self.options.layout
+        layout, dtype = self.options.layout, self.travelling_dtype(shape.dtype)
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
-        limits = whole.capacity, whole.returned_rows, whole.pairs
-        dtype = self.travelling_dtype(shape.dtype)
-        sizes = choose_blocks(shape.kv, shape.num_heads, *limits, steps, dtype, self.transport)
-        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, sizes, self.keys_of_line)
+        sizes = GatherSizes.of([self.gathering], shape.kv, shape.num_heads, dtype)
+        of_blocks = choose_blocks(sizes, steps, self.transport)
+        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_of_line)
 
     def open(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Open the transport, a collective call, and return the algorithm that runs the call."""
@@ -191,26 +190,18 @@ _MAX_PLANNED = 32
 _MAX_PACKED = 8  # as in `schedule`: those of documents hold bounds in device memory, and are others in each step
 
 
-def kept_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | Documents | None,
-    options: CallOptions,
-    grad_flags: int = 0,
-) -> CallPlan | None:
+def kept_plan(call: CallInputs) -> CallPlan | None:
     """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
 
     Plans are kept for tensors that kernels can read, so these are such, too.
     """
-    key = _key(q, k, v, cu_seqlens, options, grad_flags)
+    key = _key(call)
     return None if key is None else planned.get(key)
 
 
-def _key(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Documents | None, options: CallOptions, grad_flags: int
-) -> tuple[Hashable, ...] | None:
+def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
     """Return all that the plan of a call depends on; None if it must be made anew."""
+    q, k, v, cu_seqlens, options, grad_flags = call
     group = options.group
     if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
         return None
@@ -220,19 +211,12 @@ def _key(
     return forms, cu_seqlens, options, grad_flags, known_split(group)
 
 
-def plan_again(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | Documents | None,
-    options: CallOptions,
-    grad_flags: int = 0,
-) -> CallPlan:
-    """Return `plan_call` of these arguments, which kernels can read, kept from an equal call if it may be."""
-    key = _key(q, k, v, cu_seqlens, options, grad_flags)
+def plan_once(call: CallInputs) -> CallPlan:
+    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it was kept."""
+    key, cu_seqlens = _key(call), call.cu_seqlens
     plan = None if key is None else planned.get(key)
     if plan is None:
-        plan = plan_call(q, k, v, cu_seqlens, options, grad_flags)
+        plan = plan_call(call)
         if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
             for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
                 del planned[old]  # its group has been destroyed
@@ -243,28 +227,19 @@ def plan_again(
     return plan
 
 
-def plan_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | Documents | None,
-    options: CallOptions,
-    grad_flags: int = 0,
-) -> CallPlan:
+def plan_call(call: CallInputs) -> CallPlan:
     """Check a call without communicating.
 
-    Args:
-        cu_seqlens: documents in the backward, with the values that the forward read.
-        grad_flags: bit 0, 1, 2: q, k, v requires grad.
     Raises:
         ValueError, NotImplementedError: the rule, the value found, and the remedy.
     """
+    q, k, v, cu_seqlens, options, _ = call
     if cu_seqlens is not None and cuda_graphs.capturing(q.device):
         raise NotImplementedError(
             "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
             "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
         )
-    mask = check_call(q, k, v, cu_seqlens, options, grad_flags)
+    mask = check_call(call)
     impl, reason = _choose_impl(options.impl, q, k, v)
     check_backward(impl, q.shape[-1], options.deterministic)
     algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import ExitStack
 from threading import Lock
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -16,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallShape, make_addressable
-from ringflash.attention.options import CallOptions
-from ringflash.attention.plan import CallPlan, kept_plan, plan_again
+from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
+from ringflash.attention.plan import CallPlan, kept_plan, plan_once
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
 from ringflash.comm.agreement import TrackedCall
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.sequence.mask import Documents
 
 _locks: defaultdict[torch.device, Lock] = defaultdict(Lock)
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last call that sent
@@ -66,30 +63,22 @@ class RingCall:
             self.number = call_numbers.next_number(self.group, self.forward)
         return self
 
-    def plan(
-        self,
-        tensors: tuple[Tensor, ...],
-        cu_seqlens: Tensor | Documents | None,
-        options: CallOptions,
-        grad_flags: int = 0,
-    ) -> tuple[Tensor, ...]:
+    def plan(self, call: CallInputs, *others: Tensor) -> tuple[Tensor, ...]:
         """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
 
-        Args:
-            tensors: q, k, v and any others.
         Returns:
-            tensors: each copied if kernels cannot read its strides.
+            tensors: q, k, v and the others, each copied if kernels cannot read its strides.
         """
+        tensors = call.q, call.k, call.v, *others
         if self.error is not None:
             return tensors
         try:
-            q, k, v, *others = tensors
-            self._plan = kept_plan(q, k, v, cu_seqlens, options, grad_flags)
+            self._plan = kept_plan(call)
             if self._plan is not None:
-                return q, k, v, *map(make_addressable, others)
+                return call.q, call.k, call.v, *map(make_addressable, others)
             addressable = tuple(map(make_addressable, tensors))
             q, k, v, *_ = addressable
-            self._plan = plan_again(q, k, v, cu_seqlens, options, grad_flags)
+            self._plan = plan_once(call._replace(q=q, k=k, v=v))
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise
@@ -121,9 +110,7 @@ class RingCall:
         tracked.count_by(work.num_posted)
         return work
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self._modes is not None:
                 self._modes.close()

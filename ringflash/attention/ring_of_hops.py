@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.profiling import profiler_range
@@ -76,25 +77,14 @@ class RingOfHops:
             exchange.finish()
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of `forward` for this rank's q, k and v, from all ranks.
 
-        Args:
-            dout: as out.  dlse: as lse, or None.
         Returns:
             dq: as q.  dk, dv: as k, v.
         Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
         """
+        dout, dlse, q, k, v, out, lse, row_max = inputs
         dq = _empty(q)
         gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,

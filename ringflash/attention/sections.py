@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
 
+from ringflash.attention.schedule import Gathering
 from ringflash.comm.call_numbers import HEADER_BYTES
 from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
@@ -35,8 +37,6 @@ _RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forwa
 _EXPOSED_SHARE = 0.025  # of a forward. If the first pull takes more, one more section makes that section smaller
 _SHORT_EXPOSED_SHARE = 0.05  # the same for short calls, in which a section takes the host longer
 
-Shape = torch.Size | tuple[int, ...]
-
 
 class Sections(NamedTuple):
     """KV heads of each section."""
@@ -45,25 +45,47 @@ class Sections(NamedTuple):
     backward: tuple[int, ...]
 
 
-def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype, num_blocks: int = 1) -> Sections:
+class GatherSizes(NamedTuple):
+    """Sizes of a call, the same on all ranks, by which it is divided into sections and blocks.
+
+    Args:
+        kv: shape of a rank's k: (batch, rows, num_kv_heads, head_dim).
+        num_heads: heads of q.
+        keys: largest number of keys that any rank gathers of one sequence.
+        returned_rows: largest number of rows of gradients of one sequence that any rank receives.
+        pairs: visible pairs of one sequence, divided by the number of ranks.
+        dtype: in which K and V travel.
+    """
+
+    kv: torch.Size | tuple[int, ...]
+    num_heads: int
+    keys: int
+    returned_rows: int
+    pairs: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, blocks: Sequence[Gathering], kv: tuple[int, ...], num_heads: int, dtype: torch.dtype) -> GatherSizes:
+        """Return the sizes of a call that gathers these blocks of keys."""
+        keys, returned = (max(column) for column in zip(*((x.capacity, x.returned_rows) for x in blocks), strict=True))
+        return cls(kv, num_heads, keys, returned, blocks[0].pairs, dtype)
+
+
+def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
     """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
 
     Args:
-        shape: shape of a rank's k: (batch, rows, num_kv_heads, head_dim).
-        num_heads: heads of q.
-        keys: largest number of keys that any rank gathers of one sequence.
-        dtype: dtype of k.
         num_blocks: blocks of the call; in several, sections have the heads that memory allows.
     """
-    batch, rows, num_kv_heads, head_dim = shape
+    (batch, rows, num_kv_heads, head_dim), num_heads, keys, _, _, dtype = sizes
     sharing = num_heads // num_kv_heads  # query heads that share a KV head
     if num_blocks > 1:
-        return Sections(*[_equal_parts(num_kv_heads, _block_heads(shape, num_heads, dtype))] * 2)
+        return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
     least = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
     if least >= num_kv_heads:
         return Sections((num_kv_heads,), (num_kv_heads,))
     head = 2 * batch * keys * head_dim
-    most = num_kv_heads if fits_unbuffered(shape, keys, dtype) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
+    most = num_kv_heads if fits_unbuffered(sizes) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
     hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
     forward = _forward_sections(num_kv_heads, hiding, most, _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE)
@@ -73,16 +95,7 @@ def choose_sections(shape: Shape, num_heads: int, keys: int, dtype: torch.dtype,
     return Sections(forward, _backward_sections(num_kv_heads, hiding, most))
 
 
-def choose_blocks(
-    shape: Shape,
-    num_heads: int,
-    keys: int,
-    returned_rows: int,
-    pairs: int,
-    num_steps: int,
-    dtype: torch.dtype,
-    transport: str | Undecided | None,
-) -> tuple[int, ...]:
+def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided | None) -> tuple[int, ...]:
     """Return how many ring distances each block of keys has, as `schedule.plan_blocks` takes them.
 
     One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. It also
@@ -92,18 +105,18 @@ def choose_blocks(
     The first of several blocks is the rank's own keys, which need no transfer. The next ones and the last ones are
     small, since little hides their keys and their gradients.
 
-    Args: as `gather_bytes`, and
+    Args:
         num_steps: number of distances at which any rank sees keys (`schedule.active_steps`).
         transport: "nccl" or another.
     """
-    batch, rows, num_kv_heads, head_dim = shape
-    work = batch * num_heads * pairs * head_dim
+    (batch, rows, num_kv_heads, head_dim), dtype = sizes.kv, sizes.dtype
+    work = batch * sizes.num_heads * sizes.pairs * head_dim
     single_head, many_messages = num_kv_heads == 1, transport == "nccl" and num_steps > MAX_BLOCK_STEPS
-    too_large = gather_bytes(shape, num_heads, keys, returned_rows, pairs, dtype) > MAX_GATHER_BYTES
+    too_large = gather_bytes(sizes) > MAX_GATHER_BYTES
     worth = too_large or ((single_head or many_messages) and work >= 4 * MIN_UNIT_WORK)
     if num_steps == 1 or not worth:
         return (num_steps,)
-    heads = _block_heads(shape, num_heads, dtype)
+    heads = _block_heads(sizes)
     shard_bytes = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize  # gradients of one distance
     sections, others = -(-num_kv_heads // heads), num_steps - 1
     least = -(-MIN_UNIT_WORK * num_steps * sections // work)  # distances of a unit with enough work
@@ -120,21 +133,18 @@ def _block_sizes(total: int, least: int, most: int) -> tuple[int, ...]:
     return *growing, *_equal_parts(total - 2 * sum(growing), most), *reversed(growing)
 
 
-def _block_heads(shape: Shape, num_heads: int, dtype: torch.dtype) -> int:
+def _block_heads(sizes: GatherSizes) -> int:
     """Return the most KV heads of a section in a call of several blocks."""
-    batch, rows, num_kv_heads, head_dim = shape
-    head_bytes = batch * rows * head_dim * state_dtype(dtype).itemsize
-    most = min(STATE_BYTES // (head_bytes * num_heads // num_kv_heads), BLOCK_BYTES // (2 * head_bytes))
+    batch, rows, num_kv_heads, head_dim = sizes.kv
+    head_bytes = batch * rows * head_dim * state_dtype(sizes.dtype).itemsize
+    most = min(STATE_BYTES // (head_bytes * sizes.num_heads // num_kv_heads), BLOCK_BYTES // (2 * head_bytes))
     return min(num_kv_heads, max(1, most))
 
 
-def fits_unbuffered(shape: Shape, keys: int, dtype: torch.dtype) -> bool:
-    """True if the gathered K/V of all heads fit into one area; otherwise sections share buffers.
-
-    Args: as `choose_sections`.
-    """
-    batch, _, num_kv_heads, head_dim = shape
-    return 2 * batch * keys * num_kv_heads * head_dim * dtype.itemsize <= MAX_UNBUFFERED_KV_BYTES
+def fits_unbuffered(sizes: GatherSizes) -> bool:
+    """True if the gathered K/V of all heads fit into one area; otherwise sections share buffers."""
+    batch, _, num_kv_heads, head_dim = sizes.kv
+    return 2 * batch * sizes.keys * num_kv_heads * head_dim * sizes.dtype.itemsize <= MAX_UNBUFFERED_KV_BYTES
 
 
 class Unit(NamedTuple):
@@ -170,23 +180,20 @@ def shared_buffer_heads(sections: Sections, num_buffers: int) -> tuple[int, ...]
     return tuple(map(max, zip_longest(*(buffer_heads(heads, num_buffers) for heads in sections), fillvalue=0)))
 
 
-def choose_num_gradient_buffers(
-    shape: Shape, num_heads: int, keys: int, pairs: int, dtype: torch.dtype, heads: tuple[int, ...]
-) -> int:
+def choose_num_gradient_buffers(sizes: GatherSizes, heads: tuple[int, ...]) -> int:
     """Return the number of gradient buffers: two, or more if that lets NVLink fall idle between two returns.
 
     NVLink stays awake for 50 ms after a transfer and uses power that the kernels could run faster with. A call of
     that length gains nothing, nor does one that gathers K/V through buffers, one section at a time.
 
-    Args: as `choose_sections`, and
-        pairs: visible pairs of one sequence, divided by the number of ranks.
+    Args:
         heads: KV heads of each section of the backward.
     """
-    batch, _, _, head_dim = shape
-    short = batch * num_heads * pairs * head_dim < _IDLE_LINK_WORK
-    if short or not fits_unbuffered(shape, keys, dtype):
+    batch, _, _, head_dim = sizes.kv
+    short = batch * sizes.num_heads * sizes.pairs * head_dim < _IDLE_LINK_WORK
+    if short or not fits_unbuffered(sizes):
         return min(2, len(heads))
-    buffer = max(heads) * 2 * batch * keys * head_dim * state_dtype(dtype).itemsize
+    buffer = max(heads) * 2 * batch * sizes.keys * head_dim * state_dtype(sizes.dtype).itemsize
     return min(max(2, _GRADIENT_BUFFERS_BYTES // buffer), len(heads))
 
 
@@ -200,18 +207,15 @@ def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]
     return [tuple(range(*both)) for both in pairwise(ends)]
 
 
-def gather_bytes(shape: Shape, num_heads: int, keys: int, returned_rows: int, pairs: int, dtype: torch.dtype) -> int:
-    """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V.
-
-    Args: as `choose_sections` and `choose_num_gradient_buffers`, and
-        returned_rows: largest number of rows of gradients of one sequence that any rank receives.
-    """
-    row, sections = 2 * shape[0] * shape[3], choose_sections(shape, num_heads, keys, dtype)
-    unbuffered = fits_unbuffered(shape, keys, dtype)
-    kv = shape[2] if unbuffered else sum(shared_buffer_heads(sections, NcclGather.num_buffers))
-    num_buffers = choose_num_gradient_buffers(shape, num_heads, keys, pairs, dtype, sections.backward)
-    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * returned_rows
-    return HEADER_BYTES + row * (kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize)
+def gather_bytes(sizes: GatherSizes) -> int:
+    """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V."""
+    (batch, _, num_kv_heads, head_dim), keys, dtype = sizes.kv, sizes.keys, sizes.dtype
+    sections = choose_sections(sizes)
+    kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_heads(sections, NcclGather.num_buffers))
+    num_buffers = choose_num_gradient_buffers(sizes, sections.backward)
+    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows
+    num_bytes = kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize
+    return HEADER_BYTES + 2 * batch * head_dim * num_bytes
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,7 @@ Whatever `Recorder` cannot repeat makes it give up, and calls of that form go on
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -42,23 +43,23 @@ class Tape:
         self.calls = 0
 
     def record(
-        self, memory: Lanes, tensors: Tensors, issue: Callable[..., tuple[torch.Tensor, ...]]
+        self, memory: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[torch.Tensor, ...]]
     ) -> tuple[torch.Tensor, ...]:
-        """Make a call by `issue(*tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
+        """Make a call by `issue(tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
         self.calls += 1
         given = [id(x) for x in tensors if x is not None]
         if not 1 < self.calls <= _CALLS or len(set(given)) < len(given):  # one tensor that is given twice
-            return issue(*tensors)
+            return issue(tensors)
         recorder = memory.recorder = Recorder(memory, tensors)
         try:
             with observed_launches(recorder.launch), recorder:
-                results = issue(*tensors)
+                results = issue(tensors)
         finally:
             memory.recorder = None
-        slots = recorder.finish(results)
-        if not recorder.problem:
-            self.kept += recorder.kept
-            self.steps, self.results, self.num_events = recorder.steps, slots, recorder.num_events
+        self.steps, self.results = recorder.finish(results)
+        if not recorder.problems:
+            self.kept += recorder.slots.kept
+            self.num_events = recorder.num_events
         return results
 
     def repeat(

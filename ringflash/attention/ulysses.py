@@ -15,8 +15,6 @@ its combination with a ring, Fang and Zhao 2024, arXiv:2405.07719; docs/decision
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,8 +23,10 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import HeadExchange
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport import GroupAreas, Transport, whole_transport
+from ringflash.comm.transport.areas import JoinAfterError
 from ringflash.comm.transport.lanes import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import state_dtype
@@ -37,17 +37,7 @@ class Attention(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
@@ -96,7 +86,7 @@ class Ulysses:
         """Compute attention as `RingOfHops.forward` does."""
         shared = self._shared(q, k)
         exchange = self._exchange("forward")
-        with self._joined_after_errors():
+        with JoinAfterError(self.memory):
             (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
             largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
             out, lse = self._attention(q.device, arrived).forward(q, k, v, largest)
@@ -107,48 +97,27 @@ class Ulysses:
             row_max.copy_(rest[0])
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        row_max: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed in rank order."""
+        dout, dlse, q, k, v, out, lse, row_max = inputs
         shared = self._shared(q, k)
         exchange, num_kv_heads = self._exchange("backward"), k.shape[2]
         given = [x is not None for x in (dlse, row_max)]
         statistics = [_with_rows_first(x) for x in (lse, dlse, row_max) if x is not None]
         first = [*(_spread(x, shared) for x in (k, v)), *statistics]
-        with self._joined_after_errors():
+        with JoinAfterError(self.memory):
             (k, v, *statistics), (q, dout, out), arrived = exchange.to_host(first, [q, dout, out])
             rest = map(_with_heads_first, statistics)
             lse = next(rest)
             dlse, row_max = (next(rest) if present else None for present in given)
-            grads = self._attention(q.device, arrived).backward(dout, dlse, q, k, v, out, lse, row_max)
+            on_host = BackwardInputs(dout, dlse, q, k, v, out, lse, row_max)
+            grads = self._attention(q.device, arrived).backward(on_host)
             dq, dk, dv = exchange.to_ranks(*grads)
         return dq, _sum_shared(dk, shared, num_kv_heads), _sum_shared(dv, shared, num_kv_heads)
 
     def num_posted(self) -> int:
         """Barriers and batches of messages that this rank has posted, of all kinds."""
         return sum(transport.num_posted for transport in {whole_transport(self.memory), self.channel})
-
-    @contextmanager
-    def _joined_after_errors(self) -> Iterator[None]:
-        """After an error, let the caller's stream wait for all copies of heads.
-
-        They write to a buffer that the next call uses as well, which may be one of another group.
-        """
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # from a device that failed; the first error is the cause
-                self.memory.join()
-            raise
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])

@@ -14,7 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
@@ -176,9 +175,7 @@ class TrackedCall:
         self._number = call_numbers.begin(self._group)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self._group is not None:
             call_numbers.end_failed(self._group, self._number)
             posted = self._count() - self._before
@@ -202,15 +199,14 @@ def _interrupt(group: dist.ProcessGroup, place: str) -> None:
     _interrupted[group] = _Errors(_interrupted.get(group, _NO_ERRORS).times + 1, place)
 
 
-def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
+def gather(group: dist.ProcessGroup, value: object) -> list:
     """Return the JSON value of every rank, in rank order. A collective call.
 
     Args:
         value: at most MESSAGE_BYTES as JSON text.
-        timeout: limit of the wait, as in `agree`.
     """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
-    return [json.loads(answer) for answer in _exchange(group, message, timeout)]
+    return [json.loads(answer) for answer in _exchange(group, message)]
 
 
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:

@@ -203,6 +203,22 @@ class Words:
         """Copy the words that have arrived on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
 
+    def expect(
+        self,
+        group: dist.ProcessGroup,
+        members: Sequence[int],
+        call: CallNumber,
+        arrival: Arrival,
+        on_host: torch.Tensor,
+    ) -> None:
+        """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
+
+        Args:
+            members: the senders' ranks in the group; empty if `senders` are such.
+        """
+        senders = [members[sender] if members else sender for sender in self.senders]
+        expect(group, arrival, call, on_host, senders, self.unused)
+
     def send_commands(self, on_host: torch.Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
         """Return `send_to_host` as commands for the driver."""
         return [copy_command(stream, 0, self.arrived.data_ptr(), self.arrived.nbytes, index_of(on_host))]

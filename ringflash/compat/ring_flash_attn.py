@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,6 +59,29 @@ _MODULES = (  # of the package, from which its users import
     "zigzag_ring_flash_attn_varlen",
 )  # fmt: skip
 
+Result = Tensor | tuple[Tensor, Tensor, None]
+
+
+class Options(NamedTuple):
+    """Arguments after the tensors and bounds, in the order in which every function takes them.
+
+    Args:
+        dropout_p: 0.
+        alibi_slopes: None.
+        return_attn_probs: also return the log-sum-exp, and None.
+        group: None for the default process group.
+    """
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Sequence[int] = (-1, -1)
+    alibi_slopes: None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    group: Group = None
+
+
 DATA_PARAMS: dict[str, Any] = {}  # of the current batch, set by `update_ring_flash_attn_params`
 _in_use = True  # set by `use_ring_attn`
 
@@ -78,59 +101,28 @@ def install() -> None:
     sys.modules.update(dict.fromkeys(names, here))
 
 
-def ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+def ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Result:
     """Attention of this rank's queries over the whole sequence; rank r holds the r-th of cp_size equal parts.
 
     Args:
         q: (batch, seqlen_local, num_heads, head_dim).
         k, v: (batch, seqlen_local, num_kv_heads, head_dim).
-        dropout_p: 0.
-        alibi_slopes: None.
-        return_attn_probs: also return the log-sum-exp, (batch, num_heads, seqlen_local), and None.
+        options, named: as `Options`.
     Returns:
-        out: as q.
+        out: as q.  With return_attn_probs also the log-sum-exp, (batch, num_heads, seqlen_local), and None.
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    return _attend(
-        "contiguous", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group,
-    )  # fmt: skip
+    return _attend("contiguous", q, k, v, Options(*options, **named))
 
 
-def zigzag_ring_flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+def zigzag_ring_flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any) -> Result:
     """Causal attention; rank r holds the chunks r and 2 * cp_size - 1 - r of 2 * cp_size, as in our layout "zigzag".
 
     Args: as `ring_flash_attn_func`; `causal` must be True, as in that package.
     """
-    return _attend(
-        "zigzag", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group, error=None if causal else _not_causal(),
-    )  # fmt: skip
+    given = Options(*options, **named)
+    return _attend("zigzag", q, k, v, given, error=_zigzag_error(given))
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -139,15 +131,9 @@ def zigzag_ring_flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    *options: Any,
+    **named: Any,
+) -> Result:
     """Causal attention within packed documents; a rank holds a zigzag of each, as in our layout "documents".
 
     Args:
@@ -155,20 +141,16 @@ def zigzag_ring_flash_attn_varlen_func(
         k, v: (total_tokens_local, num_kv_heads, head_dim).
         cu_seqlens: (num_documents + 1,), int32, bounds in the shard: those in the whole sequence, divided by cp_size.
         max_seqlen: at least the length of the longest document in the shard.
-        return_attn_probs: also return the log-sum-exp, (num_heads, total_tokens_local), and None.
+        options, named: as `Options`.
     Returns:
-        out: as q.
+        out: as q.  With return_attn_probs also the log-sum-exp, (num_heads, total_tokens_local), and None.
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    size, _ = CallOptions(_resolve(group)).size_and_rank
+    given = Options(*options, **named)
+    size, _ = CallOptions(_resolve(given.group)).size_and_rank
     bounds, error = scaled_bounds(cu_seqlens, size, max_seqlen)
-    if not causal:
-        error = _not_causal()
-    return _attend_packed(
-        "documents", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group, bounds, error,
-    )  # fmt: skip
+    return _attend_packed("documents", q, k, v, given, bounds, _zigzag_error(given) or error)
 
 
 def llama3_flash_attn_varlen_func(
@@ -181,15 +163,9 @@ def llama3_flash_attn_varlen_func(
     max_seqlen_k: int,
     heads_k_stride: int,
     local_k_slice: slice,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    alibi_slopes: None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    group: Group = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+    *options: Any,
+    **named: Any,
+) -> Result:
     """Attention within packed documents; rank r holds the r-th of cp_size equal parts of the packed sequence.
 
     Args:
@@ -200,19 +176,17 @@ def llama3_flash_attn_varlen_func(
             sequence, which a copy does not.
         heads_k_stride: a divisor of num_kv_heads. It has no further effect: ringflash chooses the number of KV heads
             that it gathers at a time.
-        return_attn_probs: also return the log-sum-exp, (num_heads, total_tokens_local), and None.
+        options, named: as `Options`.
     Returns:
-        out: as q.
+        out: as q.  With return_attn_probs also the log-sum-exp, (num_heads, total_tokens_local), and None.
     Raises:
         NotImplementedError, ValueError: on every rank.
     """
-    size, rank = CallOptions(_resolve(group)).size_and_rank
-    given = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, causal, rank, size)
-    bounds, error = whole_bounds(cu_seqlens_q, given)
-    return _attend_packed(
-        "contiguous", q, k, v, dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
-        return_attn_probs, group, bounds, error or _check_stride(heads_k_stride, k),
-    )  # fmt: skip
+    given = Options(*options, **named)
+    size, rank = CallOptions(_resolve(given.group)).size_and_rank
+    of_rank = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, given.causal, rank, size)
+    bounds, error = whole_bounds(cu_seqlens_q, of_rank)
+    return _attend_packed("contiguous", q, k, v, given, bounds, error or _check_stride(heads_k_stride, k))
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
@@ -261,17 +235,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
             )  # fmt: skip
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         named |= {"attention_mask": attention_mask, "s_aux": s_aux}
-        error = find_static_error(module, query, key, dropout, sliding_window, causal, named)
-        try:
-            check_without_hooks(module)
-        except NotImplementedError as found:
-            error = found
-        if len(query) != 1 or not causal or not DATA_PARAMS:
-            error = error or ValueError(
-                "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
-                f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
-                "call it with the cu_seqlens of each batch."
-            )
+        error = _find_layer_error(module, query, key, dropout, sliding_window, causal, named)
         if error is not None:
             agree(group, {}, error)  # other ranks may be in the call: let them raise, too
             raise error
@@ -285,6 +249,24 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 
     attend_over_ring._within = within  # type: ignore[attr-defined]
     ALL_ATTENTION_FUNCTIONS["flash_attention_2"] = attend_over_ring
+
+
+def _find_layer_error(
+    module: nn.Module, query: Tensor, key: Tensor, dropout: float, window: int | None, causal: bool, named: dict
+) -> Exception | None:
+    """Return the error for a layer of a model, or a call of it, that cannot attend over the ring; None if it can."""
+    try:
+        check_without_hooks(module)
+    except NotImplementedError as found:
+        return found
+    error = find_static_error(module, query, key, dropout, window, causal, named)
+    if error is None and (len(query) != 1 or not causal or not DATA_PARAMS):
+        return ValueError(
+            "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
+            f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
+            "call it with the cu_seqlens of each batch."
+        )
+    return error
 
 
 def use_ring_attn(flag: bool) -> None:
@@ -335,36 +317,29 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int],
-    alibi_slopes: object,
-    deterministic: bool,
-    return_lse: bool,
-    group: Group,
+    given: Options,
     cu_seqlens: Tensor | None = None,
     error: Exception | None = None,
-) -> Tensor | tuple[Tensor, Tensor, None]:
+) -> Result:
     """Call `attend`, or raise on every rank."""
-    options = CallOptions(_resolve(group), layout=layout, deterministic=deterministic)
-    if dropout_p:
-        error = NotImplementedError(f"dropout_p must be 0, got {dropout_p}; ringflash has no dropout in attention.")
-    if alibi_slopes is not None:
+    options = CallOptions(_resolve(given.group), layout=layout, deterministic=given.deterministic)
+    if given.dropout_p:
+        error = NotImplementedError(
+            f"dropout_p must be 0, got {given.dropout_p}; ringflash has no dropout in attention."
+        )
+    if given.alibi_slopes is not None:
         error = NotImplementedError("alibi_slopes must be None, got slopes; ringflash has no attention biases.")
     if error is not None:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise error
     result = attend(
-        q, k, v, options, causal=causal, softmax_scale=softmax_scale, window_size=window_size, cu_seqlens=cu_seqlens,
-        return_lse=return_lse,
+        q, k, v, options, causal=given.causal, softmax_scale=given.softmax_scale, window_size=given.window_size,
+        cu_seqlens=cu_seqlens, return_lse=given.return_attn_probs,
     )  # fmt: skip
     return result if isinstance(result, Tensor) else (*result, None)
 
 
-def _attend_packed(
-    layout: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any
-) -> Tensor | tuple[Tensor, Tensor, None]:
+def _attend_packed(layout: str, q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Result:
     """Call `_attend` with tokens of packed documents, (total_tokens_local, heads, head_dim), as one row."""
     result = _attend(layout, q[None], k[None], v[None], *arguments)
     return result[0] if isinstance(result, Tensor) else (result[0][0], result[1][0], None)
@@ -380,8 +355,8 @@ def _resolve(group: Group) -> dist.ProcessGroup | None:
     return resolve(dist.group.WORLD if group is None else group)
 
 
-def _not_causal() -> Exception:
-    return ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
+def _zigzag_error(given: Options) -> Exception | None:
+    return None if given.causal else ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
 
 
 def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:

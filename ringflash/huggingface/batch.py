@@ -73,27 +73,9 @@ def prepare_batch(
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
     labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout=layout)
-    positions = local_positions(input_ids.shape[1], *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
-    parts = position_ids if isinstance(position_ids, Tensor) else None
-    if parts is not None and (parts.dim() != 3 or len(parts) != 3 or parts.shape[2] != input_ids.shape[1]):
-        raise ValueError(
-            f"position_ids must be (3, batch, {input_ids.shape[1]}) if they are a tensor, got {tuple(parts.shape)}; "
-            "leave them out for positions in the sequence."
-        )
-    if position_ids == "document" and cu_seqlens is not None:
-        positions = within_documents(positions, cu_seqlens)
-    elif cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
-        raise ValueError(
-            f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
-            "must be those along the path."
-        )
-    elif parts is None and position_ids != "global":
-        raise ValueError(
-            f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
-        )
     batch = {
         "input_ids": cut_sequence(input_ids, group, 1, layout, cu_seqlens),
-        "position_ids": positions[None] if parts is None else _with_parts(positions, parts, group, layout, cu_seqlens),
+        "position_ids": _position_shard(position_ids, input_ids, options, cu_seqlens),
         "shift_labels": cut_sequence(labels, group, 1, layout, cu_seqlens),
         "num_items_in_batch": (labels != IGNORE_INDEX).sum().clamp(min=1),
         "cu_seqlens": cu_seqlens,
@@ -110,10 +92,36 @@ def prepare_batch(
     return batch if options.group is None else batch | {"checksum": checksum_of_integers(*shared)}
 
 
-def _with_parts(positions: Tensor, parts: Tensor, group: Group, layout: str, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the shard of M-RoPE's positions after those of the text: (4, batch, seqlen_local)."""
-    shard = cut_sequence(parts, group, 2, layout, cu_seqlens)
-    return torch.cat([positions.expand(1, shard.shape[1], -1), shard])
+def _position_shard(
+    position_ids: str | Tensor, input_ids: Tensor, options: ModelRing, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Return this rank's positions: (1, seqlen_local), or those of M-RoPE after them, (4, batch, seqlen_local).
+
+    Args: as `prepare_batch`.
+    """
+    seqlen, layout = input_ids.shape[1], options.layout
+    parts = position_ids if isinstance(position_ids, Tensor) else None
+    if parts is not None and (parts.dim() != 3 or len(parts) != 3 or parts.shape[2] != seqlen):
+        raise ValueError(
+            f"position_ids must be (3, batch, {seqlen}) if they are a tensor, got {tuple(parts.shape)}; "
+            "leave them out for positions in the sequence."
+        )
+    positions = local_positions(seqlen, *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
+    if parts is None and position_ids == "document" and cu_seqlens is not None:
+        return within_documents(positions, cu_seqlens)[None]
+    if cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
+        raise ValueError(
+            f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
+            "must be those along the path."
+        )
+    if parts is not None:
+        shard = cut_sequence(parts, options.group, 2, layout, cu_seqlens)
+        return torch.cat([positions.expand(1, shard.shape[1], -1), shard])
+    if position_ids != "global":
+        raise ValueError(
+            f"position_ids must be 'global', or 'document' with cu_seqlens, got {position_ids!r}; leave it out."
+        )
+    return positions[None]
 
 
 def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -246,24 +246,6 @@ class LearningRateSchedule(LambdaLR):
             group.update(asked, lr=asked["initial_lr"] * factor(self.last_epoch))
 
 
-def build_model(
-    config: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    seed: int,
-    memory: Memory = Memory(),  # noqa: B008, it cannot change
-) -> huggingface.CausalLMWithLoss:
-    """Build a transformers model with ring attention over `group`, wrapped so that its forward returns the loss.
-
-    Args:
-        config: as in `CausalLM`'s `model`.
-        seed: determines the parameters; the caller's random number generators are not affected.
-        memory: as in `CausalLM`.
-    """
-    model = empty_model(config, group, memory)
-    draw_weights(model.model, torch.device("cpu"), seed)
-    return model
-
-
 def empty_model(
     config: dict[str, Any],
     group: dist.ProcessGroup | None,
@@ -271,7 +253,13 @@ def empty_model(
     layout: str = "zigzag",
     impl: str = "auto",
 ) -> huggingface.CausalLMWithLoss:
-    """Build the model of `build_model` on the meta device: `draw_weights` or `load_weights` gives it values."""
+    """Build a transformers model with ring attention over `group` on the meta device, whose forward returns the loss.
+
+    `draw_weights` or `load_weights` gives it values.
+
+    Args:
+        config, memory: as `model` and `memory` of `CausalLM`.
+    """
     huggingface.register()  # raises if transformers is missing
     from transformers import AutoConfig, AutoModelForCausalLM
 

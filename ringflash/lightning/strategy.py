@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ringflash.comm.mesh import DataContextRanks, Size, data_context_mesh, mesh_sizes, set_group_timeouts
 from ringflash.comm.modules.fsdp_units import UnitOrder
 from ringflash.lightning.checkpoint_loading import Folder, SingleFile, check_fits, first_undamaged
-from ringflash.lightning.checkpoints import CheckpointWriter, check_folders, check_local, check_same_state
+from ringflash.lightning.checkpoints import CheckpointWriter, check_local, check_same_state
 from ringflash.lightning.stop import add_stop_on_signal
 from ringflash.lightning.trainer_checks import TrainerChecks
 from ringflash.sequence.layout import granularity
@@ -110,15 +110,6 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
             for each in (mesh, self._shard_mesh):
                 set_group_timeouts(each, self._timeout)
         self.lightning_module._device_mesh = self._device_mesh
-
-    def setup(self, trainer: Any) -> None:
-        """Set up as Lightning does, after checking where checkpoints will be written.
-
-        Raises:
-            ValueError: checkpoints would be written to a bucket.
-        """
-        check_folders(trainer)
-        super().setup(trainer)
 
     @property
     def shard_mesh(self) -> DeviceMesh:

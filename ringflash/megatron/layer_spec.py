@@ -63,6 +63,10 @@ class _OtherAttention:
         )
 
 
+# Options for a model without experts, which Megatron's function for layers of several kinds does not follow.
+_OF_DENSE_MODELS = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")
+
+
 class RingLayer(BaseTransformerLayer):
     """Constructor of layers: of those that Megatron would choose by its configuration, with the ring.
 
@@ -87,6 +91,12 @@ class RingLayer(BaseTransformerLayer):
                 "transformer_impl must be 'local', or 'transformer_engine' if that is installed, got "
                 f"{config.transformer_impl!r}; pass --transformer-impl local."
             )
+        for name in _OF_DENSE_MODELS:
+            if config.num_moe_experts is None and getattr(config, name, False):
+                raise NotImplementedError(
+                    f"{name} must be False with layer_spec in a model without experts, got True; give with_ring() a "
+                    "spec from get_gpt_layer_with_transformer_engine_spec that has this option."
+                )
         specs = get_gpt_decoder_layer_specs(config, by_engine, config.normalization, config.qk_l2_norm)
         number = layer_number - 1 + get_transformer_layer_offset(config, vp_stage, get_pg_rank(pg_collection.pp))
         return build_module(

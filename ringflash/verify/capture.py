@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -83,9 +82,7 @@ class Capture:
         self._handles = [m.register_forward_hook(self._hook(name)) for name, m in self._modules.items()]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for handle in self._handles:
             handle.remove()
 

@@ -40,9 +40,8 @@ pytestmark = pytest.mark.timeout(900)
 SHARED_MEMORY_LIMIT = 232_448  # bytes a thread block may use
 LAUNCHES = production_launches()
 RELEASE = triton_release()
-ATTENTION = [x for x in LAUNCHES if x.kernel.is_gluon() and not x.name.startswith("quantise")]
-FORWARD = [x for x in ATTENTION if x.name.startswith("forward")]
-BACKWARD = [x for x in ATTENTION if x.name.startswith("backward")]
+FORWARD, BACKWARD = ([x for x in LAUNCHES if x.name.startswith(name)] for name in ("forward", "backward"))
+ATTENTION = FORWARD + BACKWARD
 
 
 def _name(launch: Launch) -> str:

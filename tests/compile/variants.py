@@ -206,11 +206,14 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         dk, dv = (torch.empty(k.shape) for _ in range(2))
         run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
-    for dtype in (torch.bfloat16, torch.float32) if products == "fp8_scores" else ():
-        recorder.variant = f"hd{head_dim} {products} band overwritten {str(dtype)[6:]}"
-        dk, dv = (torch.empty(q.shape, dtype=dtype) for _ in range(2))
-        run = fp8_backward.Fp8Backward(q, q, q, lse, num_kv_heads=q.shape[2], softmax_scale=1.0, products=products)
-        run.add(q, q, _MASKS["band"], dk, dv, accumulate=False)  # each KV head has one query head
+    overwritten = [(torch.bfloat16, q), (torch.float32, q)]  # each KV head has one query head
+    for dtype, keys in [*overwritten, (torch.bfloat16, k)]:  # heads of a group add to the same bf16 sums
+        recorder.variant = f"hd{head_dim} {products} band {'added' if keys is k else 'overwritten'} {str(dtype)[6:]}"
+        dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
+        run = fp8_backward.Fp8Backward(
+            q, q, q, lse, num_kv_heads=keys.shape[2], softmax_scale=1.0, products=products, row_max=lse
+        )
+        run.add(keys, keys, _MASKS["band"], dk, dv, accumulate=False)
 
 
 def _exchange(recorder: Recorder, head_dim: int | tuple[int, int], module: ModuleType = gather_scatter) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ringflash.attention import schedule, sections
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.schedule import Gathering
-from ringflash.attention.sections import Sections
+from ringflash.attention.sections import GatherSizes, Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
@@ -44,8 +44,8 @@ def in_blocks(
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
         return schedule.plan_blocks(self.mask, *place, layout, sizes, self.keys_of_line)
 
-    def choose(shape: tuple[int, ...], *_: Any) -> Sections:
-        return Sections(heads(shape[2]), heads(shape[2]))
+    def choose(sizes: GatherSizes, *_: Any) -> Sections:
+        return Sections(*[heads(sizes.kv[2])] * 2)
 
     with mock.patch.object(CallPlan, "key_blocks", key_blocks), mock.patch.object(sections, "choose_sections", choose):
         yield

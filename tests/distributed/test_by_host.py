@@ -23,6 +23,7 @@ import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
 from ringflash.attention.options import Algorithm
+from ringflash.comm import call_numbers
 from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
 from ringflash.comm.transport import Message, Pending, PointToPoint
@@ -170,6 +171,16 @@ def test_low_precision_of_shared_heads(ctx: Context) -> None:
     """The gradients of one KV head are the sum of four ranks' or two."""
     for num_hosts in (1, 2):
         ring_check.check(on_hosts(ctx, num_hosts), Case(num_kv_heads=1, transport="by_host"), 32, "bfloat16")
+
+
+@on_ranks(4)
+def test_words_of_heads_are_used_again(ctx: Context) -> None:
+    """Host memory for the numbers of calls does not grow with the calls."""
+    q, held = torch.randn(1, 8, 4, 16), []
+    for _ in range(4):
+        ringflash.ring_attention(q, q, q, group=ctx.group, transport="ulysses")
+        held.append(len(call_numbers._host_words))
+    assert held[0] == held[-1]
 
 
 def without(ctx: Context, name: str) -> float:

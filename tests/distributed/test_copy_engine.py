@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import schedule, sections
-from ringflash.attention.sections import Sections
-from ringflash.comm import call_numbers, transport
+from ringflash.attention.sections import GatherSizes, Sections
+from ringflash.comm import call_numbers
+from ringflash.comm.transport import opening
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, narrow_cases, single_cases
@@ -46,7 +47,7 @@ def taking_turns(turns: bool) -> Iterator[None]:
 
 def one_head_a_section() -> AbstractContextManager:
     """Short calls have many sections too."""
-    return mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2]))
+    return mock.patch.object(sections, "choose_sections", lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2))
 
 
 @on_ranks(2, 4, 3, timeout_s=150)
@@ -106,16 +107,22 @@ def test_a_stage_is_free_when_its_next_section_begins(turns: int) -> None:
         assert len(together) == fewest
 
 
+def sizes_of(shape: tuple[int, ...], num_heads: int, keys: int) -> GatherSizes:
+    """Sizes of a causal call in bf16 whose ranks see all keys."""
+    return GatherSizes(shape, num_heads, keys, keys, shape[1] * keys // 2, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("rows", "ranks", "stages"),
     [(1 << 15, 2, 2), (1 << 16, 2, 8), (1 << 17, 2, 5), (1 << 15, 8, 5), (1 << 16, 8, 2), (1 << 17, 8, 2)],
 )
 def test_stages(rows: int, ranks: int, stages: int) -> None:
     """Stages of 8 KV heads of 128: more than two, in 1.25 GiB, if calls are long and their keys arrive at once."""
-    shape, keys = (1, rows, 8, 128), ranks * rows
-    heads = _sections_of(shape, 32, keys, torch.bfloat16).backward
-    assert sections.choose_num_gradient_buffers(shape, 32, keys, rows * keys // 2, torch.bfloat16, heads) == stages
-    assert sections.choose_num_gradient_buffers(shape, 32, keys, rows * 8192, torch.bfloat16, heads) == 2  # a window
+    keys = ranks * rows
+    sizes = sizes_of((1, rows, 8, 128), 32, keys)
+    heads = _sections_of(sizes).backward
+    assert sections.choose_num_gradient_buffers(sizes, heads) == stages
+    assert sections.choose_num_gradient_buffers(sizes._replace(pairs=rows * 8192), heads) == 2  # a window
 
 
 @on_ranks(2, 4, 3)
@@ -182,7 +189,7 @@ def test_memory_of_a_destroyed_group_is_freed(ctx: Context) -> None:
         for chunk in (6, 3, 1):
             group = dist.new_group(list(range(ctx.size)))
             ring_check.check(ctx._replace(group=group), case, chunk)
-            held.append(sum(memory.num_bytes() for memory in transport._open_areas()))
+            held.append(sum(memory.num_bytes() for memory in opening._open_areas()))
             dist.destroy_process_group(group)
     assert held[0] > held[1] > held[2] > 0
 
@@ -212,13 +219,13 @@ def test_sections(
     rows: int, num_kv_heads: int, num_heads: int, forward: tuple[int, ...], backward: tuple[int, ...]
 ) -> None:
     """On 4 ranks."""
-    found = _sections_of((1, rows, num_kv_heads, 128), num_heads, 4 * rows, torch.bfloat16)
+    found = _sections_of(sizes_of((1, rows, num_kv_heads, 128), num_heads, 4 * rows))
     assert found == (forward, backward)
 
 
 def test_fewer_columns_are_a_shorter_call() -> None:
     """The same tokens on two ranks, in 64 columns and in 128."""
-    by_columns = [_sections_of((1, 8192, 8, dim), 32, 16384, torch.bfloat16).backward for dim in (64, 128)]
+    by_columns = [_sections_of(sizes_of((1, 8192, 8, dim), 32, 16384)).backward for dim in (64, 128)]
     assert by_columns == [(4, 4), (1, 6, 1)]
 
 
@@ -228,11 +235,12 @@ def test_sections_have_every_head_once() -> None:
     for shape, group, ranks in itertools.product(shapes, (1, 3, 8), (2, 16)):
         batch, rows, num_kv_heads, head_dim = shape
         keys = ranks * rows
-        chosen = _sections_of(shape, group * num_kv_heads, keys, torch.bfloat16)
+        sizes = sizes_of(shape, group * num_kv_heads, keys)
+        chosen = _sections_of(sizes)
         least = max(1, -(-sections.MIN_SECTION_PAIRS // (group * batch * keys)))
         for heads, stage in zip(chosen, (2, 4), strict=True):
             assert sum(heads) == num_kv_heads and min(heads) >= 1
-            whole = stage == 2 and sections.fits_unbuffered(shape, keys, torch.bfloat16)
+            whole = stage == 2 and sections.fits_unbuffered(sizes)
             enough = max(least, sections.BUFFER_BYTES // (2 * batch * keys * head_dim * stage))
             assert whole or max(heads) <= enough or heads == (num_kv_heads,)
 
@@ -251,7 +259,7 @@ def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
             raise MemoryError("no memory left")
         return run_in_lane(self, lane, *args, **options)
 
-    transport._open.clear()
+    opening._open.clear()
     schedule.plan_gather.cache_clear()
     with copy_engine(), one_head_a_section():
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -262,7 +270,7 @@ def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
         mask = schedule.plan_gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         assert not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
-    transport._open.clear()
+    opening._open.clear()
 
 
 def explanation(ctx: Context) -> tuple[str, int]:

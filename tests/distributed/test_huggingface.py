@@ -16,8 +16,11 @@ import ringflash
 from ringflash import huggingface
 from ringflash.memory import Memory, save_memory
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
@@ -50,8 +53,6 @@ OF_KIND: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     huggingface.register()
     config = AutoConfig.for_model(
         kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -92,15 +93,7 @@ def test_loss_and_gradients_equal_one_process(
 def compare(ctx: Context, ringed: tuple[Any, dict[str, Any]], alone: tuple[Any, dict[str, Any]]) -> None:
     """A model and its batch, on a ring and on one process."""
     (ring, batch), (whole, whole_batch) = ringed, alone
-    loss, want = ring(**batch), whole(**whole_batch)
-    loss.backward()
-    want.backward()
-    pairs = [(loss.detach(), want.detach())]
-    pairs += [(p.grad, q.grad) for p, q in zip(ring.parameters(), whole.parameters(), strict=True)]
-    for got, expected in pairs:
-        dist.all_reduce(got, group=ctx.group)
-        assert torch.isfinite(got).all()
-        assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert_trains_alike(ctx, ring, ring(**batch), whole, whole(**whole_batch))
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 11, 28)])
@@ -157,7 +150,8 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
 
 
 FAULTS = {
-    "local positions": "position_ids must be", "padding on one rank": "all ones, got zeros",
+    "local positions": "position_ids must be", "padding on one rank": "all ones, got others",
+    "numbers of documents on one rank": "all ones, got others",
     "4-D mask on one rank": "attention_mask must be None", "cache on one rank": "use_cache must not",
     "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
     "other labels on one rank": "given to prepare_batch must be the same on all ranks",
@@ -179,6 +173,8 @@ def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
         batch["position_ids"] = torch.arange(length)[None]
     if fault == "padding on one rank" and last:
         batch["attention_mask"] = torch.arange(length)[None] < 3
+    if fault == "numbers of documents on one rank" and last:
+        batch["attention_mask"] = torch.arange(length)[None] // 3 + 1
     if fault == "4-D mask on one rank" and last:
         batch["attention_mask"] = torch.zeros(1, 1, length, length)
     if fault == "cache on one rank" and last:

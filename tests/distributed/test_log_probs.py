@@ -19,6 +19,7 @@ import ringflash
 from ringflash import huggingface
 from tests.helpers import hybrids, models
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("transformers")
 
@@ -156,14 +157,7 @@ def test_shared_prefixes_change_nothing(ctx: Context, kind: str, layout: str, le
         alone[1][row, : len(rollout) - 1] = -(log_p.exp() * log_p).sum(-1)
     if kind == "packed":
         alone = [x[mask != 0][None] for x in alone]
-    mine, expected = objective(*got), objective(*alone)
-    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-12)
-    mine.backward()
-    expected.backward()
-    for ringed, one in zip(ring.model.parameters(), whole.parameters(), strict=True):
-        averaged = ringed.grad / ctx.size
-        dist.all_reduce(averaged, group=ctx.group)
-        torch.testing.assert_close(averaged, one.grad, rtol=1e-10, atol=1e-12)
+    assert_trains_alike(ctx, ring.model, objective(*got), whole, objective(*alone), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 import ringflash
 from ringflash import huggingface
 from tests.helpers.pool import Context, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 from tests.helpers.span_models import KINDS, LENGTH, TEXT, TOWER, build, in_fp64, inputs
 
 pytest.importorskip("transformers")
+
+import transformers
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ def test_training_equals_transformers(ctx: Context, kind: str, layout: str) -> N
         positions = torch.arange(LENGTH)[None]
         logits = dense(input_ids=tokens, position_ids=positions, use_cache=False, **named).logits
         want = F.cross_entropy(logits[0], labels[0])
-        assert_alike(ctx, loss, ring, want, dense)
+        assert_trains_alike(ctx, ring, loss, dense, want)
 
 
 TOWER_APART = {"": "ringflash", "text_config": "ringflash", "vision_config": "eager"}
@@ -73,7 +75,7 @@ def test_embeddings_with_images(ctx: Context) -> None:
         batch = huggingface.prepare_batch(tokens, group=ctx.group, block_sequence_ids=ids, token_type_ids=types)
         batch |= {"input_ids": None, "inputs_embeds": ringflash.shard_sequence(embeddings, ctx.group)}
         loss = huggingface.CausalLMWithLoss(ring, ctx.group)(**batch)
-        assert_alike(ctx, loss, ring, want, dense)
+        assert_trains_alike(ctx, ring, loss, dense, want)
         got = ring(**batch).logits
         assert (got - ringflash.shard_sequence(logits, ctx.group)).abs().max() <= 1e-10
     assert all(p.grad is not None for p in ring.model.multi_modal_projector.parameters())
@@ -81,20 +83,6 @@ def test_embeddings_with_images(ctx: Context) -> None:
         build("gemma3", "ringflash").get_image_features(pixels)
     with pytest.raises(NotImplementedError, match="mm_encoder_outputs must not be given to a model on a ring"):
         ring(**{**batch, "mm_encoder_outputs": {"image": features}} if ctx.rank else batch)
-
-
-def assert_alike(ctx: Context, loss: Tensor, ring: Any, want: Tensor, dense: Any) -> None:
-    """Compare a loss and its gradients with those of one process."""
-    loss.backward()
-    want.backward()
-    pairs = [(loss.detach(), want.detach())]
-    pairs += [
-        (p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.grad is not None
-    ]
-    for got, expected in pairs:
-        dist.all_reduce(got, group=ctx.group)
-        assert (got / ctx.size - expected).abs().max() <= 1e-10 * expected.abs().max()
-    assert len(pairs) > 10
 
 
 @pytest.mark.parametrize(
@@ -170,8 +158,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # clas
 @on_ranks(2)
 def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
     """Models that make spans themselves, or other masks: by `set_group`, or in a forward."""
-    import transformers
-
     huggingface.register()
     name, changes, given, message = REFUSED[kind]
     with torch.device("meta"):
@@ -187,8 +173,6 @@ def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
 @on_ranks(2)
 def test_positions_in_parts(ctx: Context) -> None:
     """M-RoPE of Qwen-VL: time, row and column of each token, of which only the text's positions can be checked."""
-    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
-
     huggingface.register()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     config = AutoConfig.for_model(

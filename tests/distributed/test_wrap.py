@@ -16,16 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash import huggingface
 from ringflash.comm.modules import buffers
 from ringflash.wrap.wrapper import in_step, refuse_between_steps
+from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, Pool, on_ranks
+from tests.helpers.ring_check import assert_trains_alike
 
 RTOL = 1e-10
 
@@ -72,21 +75,13 @@ def equals_unwrapped(ctx: Context, name: str, compiled: bool) -> None:
     ring, whole = (own.build(own.Model, **MODELS[name]) for _ in range(2))
     assert ringflash.wrap_attention(ring, ctx.group) is ring
     tokens, labels = own.tokens(), ringflash.loss.shift_labels(own.tokens())
-    shard = ringflash.shard_sequence(tokens, ctx.group)
-    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
     backend = "eager" if name == "broken" else "aot_eager"
     run = torch.compile(ring, backend=backend, fullgraph=name != "broken") if compiled else ring
-    logits, want = run(shard, positions), whole(tokens, torch.arange(own.LENGTH))
+    logits, want = run(*own.shard(ctx)), whole(tokens, torch.arange(own.LENGTH))
     loss = loss_of(logits, ringflash.shard_sequence(labels, ctx.group), ctx.size)
     expected = loss_of(want, labels, 1)
-    loss.backward()
-    expected.backward()
     assert_close(logits.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
-    pairs = [(loss.detach(), expected.detach())]
-    pairs += [(p.grad, q.grad) for p, q in zip(ring.parameters(), whole.parameters(), strict=True)]
-    for got, reference in pairs:
-        dist.all_reduce(got, group=ctx.group)
-        assert_close(got / ctx.size, reference)
+    assert_trains_alike(ctx, ring, loss, whole, expected, rtol=RTOL)
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -100,7 +95,7 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken", "partly"])
+@pytest.mark.parametrize("name", ["rotary", "bound", "non_reentrant", "broken", "partly"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
     """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed.
 
@@ -223,8 +218,7 @@ def test_buffers_that_follow_the_shard(ctx: Context, kind: str) -> None:
             model = own.build(own.Model, is_causal=True)
             layer = count_tokens(model.blocks[1], group, in_place=False)
             ringflash.wrap_attention(model, ctx.group)
-            shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-            run = partial(model, shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+            run = partial(model, *own.shard(ctx))
         else:
             pytest.importorskip("transformers")
             from ringflash import huggingface
@@ -257,12 +251,10 @@ LATER = {"attention": _replace_attention, "blocks": _replace_blocks, "adapters":
 def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> None:
     ring, whole = (own.build(own.Model, is_causal=True) for _ in range(2))
     ringflash.wrap_attention(ring, ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    before = ring(shard, positions)
+    before = ring(*own.shard(ctx))
     for model in (ring, whole):
         LATER[change](model)
-    got, want = ring(shard, positions), whole(own.tokens(), torch.arange(own.LENGTH))
+    got, want = ring(*own.shard(ctx)), whole(own.tokens(), torch.arange(own.LENGTH))
     assert not torch.equal(got, before)
     assert_close(got.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
 
@@ -270,20 +262,14 @@ def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> 
 @on_ranks(2, 4)
 def test_transformers_model_within_a_module(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     whole, ring = models.build(impl="sdpa"), nn.ModuleDict({"lm": models.build(impl="sdpa")})
     ringflash.wrap_attention(ring, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
     hidden = ring["lm"].model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     want = whole.model(models.tokens(), use_cache=False).last_hidden_state
     assert_close(hidden.last_hidden_state.detach(), ringflash.shard_sequence(want.detach(), ctx.group))
-    hidden.last_hidden_state.square().sum().backward()
-    want.square().sum().backward()
-    for p, q in zip(ring["lm"].model.parameters(), whole.model.parameters(), strict=True):
-        dist.all_reduce(p.grad, group=ctx.group)
-        assert_close(p.grad, q.grad)
+    losses = (x.square().sum() for x in (hidden.last_hidden_state, want))
+    assert_trains_alike(ctx, ring["lm"].model, next(losses), whole.model, next(losses), summed=True, rtol=RTOL)
 
 
 class Partly(own.Attention):
@@ -336,9 +322,8 @@ def refused(ctx: Context, layer: Any, error: type[Exception], message: str, last
     made = layer if not last_rank or ctx.rank == ctx.size - 1 else own.Attention
     model = own.build(own.Model, make=made)
     ringflash.wrap_attention(model, ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
     with pytest.raises(error, match=message):
-        model(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)).sum().backward()
+        model(*own.shard(ctx)).sum().backward()
 
 
 @pytest.mark.parametrize("how", CALLS)
@@ -596,31 +581,87 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
 
 @on_ranks(2)
 def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
-    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks; also copies of shards."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
-    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    shard = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
-    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
-        model(shard, positions)
-    model(ringflash.shard_sequence(own.tokens(), ctx.group), positions)
+    right, positions = own.shard(ctx)
+    other = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
+    for given in (other, other.clone()):
+        with pytest.raises(
+            ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"
+        ):
+            model(given, positions)
+    for given in (right, right.clone()):
+        model(given, positions)
+    if ctx.rank:  # two sequences with this shard: it is not known which one a copy is of
+        ringflash.shard_sequence(own.tokens().index_fill(1, torch.tensor([0]), 1), ctx.group)
+    for _ in range(4):
+        model(right.clone(), positions)
+    for _ in range(7):
+        model(right, positions)
+    contiguous = ringflash.shard_sequence(own.tokens(), ctx.group, layout="contiguous")
+    with pytest.raises(ValueError, match="cut by the layout of the module's attention, 'zigzag', got .'contiguous'"):
+        model(contiguous, positions)
 
 
 @on_ranks(2)
-def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
-    """The second step averages none; forwards 1, 2 and 4 compare the ranks' parameters."""
+def test_averages_compare_parameters(ctx: Context) -> None:
+    """A layer that is not wrapped was seeded by the rank. What is meant to differ is divided only."""
+    layer = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        layer.weight += ctx.rank
+    layer.weight.grad, layer.bias.grad = (
+        torch.full((4, 4), 2.0 + ctx.rank).double(),
+        torch.arange(4.0).double() * ctx.rank,
+    )
+    with pytest.raises(ValueError, match=r"different values of parameter 0 \(4, 4\) \(1 of 2\); seed all ranks alike"):
+        ringflash.average_gradients(layer.parameters(), ctx.group)
+    layer.weight.allreduce = False  # type: ignore[attr-defined]
+    ringflash.average_gradients(layer.parameters(), ctx.group)
+    assert_close(layer.weight.grad, torch.full((4, 4), (2.0 + ctx.rank) / ctx.size).double())
+    assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
+
+
+@pytest.mark.parametrize("by", ["average_gradients", "fsdp2", "fsdp1"])
+@on_ranks(2)
+def test_gradients_of_a_shard_are_refused(ctx: Context, by: str) -> None:
+    """The second step averages none, or none does: FSDP has a group without the ring's other rank.
+
+    Forwards 1, 2 and 4 compare the ranks' parameters.
+    """
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
-    shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-    positions = ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for averaged in (True, False):
+    around: nn.Module = model
+    if by == "fsdp2":
+        mesh = init_device_mesh("cpu", (ctx.size, 1), mesh_dim_names=("ring", "data"))
+        for unit in (*model.blocks, *(x for x in model.children() if not isinstance(x, nn.ModuleList))):
+            fully_shard(unit, mesh=mesh["data"])
+    elif by == "fsdp1":
+        alone = [dist.new_group([rank]) for rank in range(ctx.size)][ctx.rank]
+        around = FullyShardedDataParallel(model, alone, device_id=ctx.device)
+    shard, positions = own.shard(ctx)
+    optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
+    for averaged in (True, False) if by == "average_gradients" else (False,):
         optimizer.zero_grad()
-        model(shard, positions).square().sum().backward()
+        around(shard, positions).square().sum().backward()
         if averaged:
             ringflash.average_gradients(model.parameters(), ctx.group)
         optimizer.step()
-    model(shard, positions)
+    if by == "average_gradients":
+        around(shard, positions)
     with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
-        model(shard, positions)
+        around(shard, positions)
+
+
+@on_ranks(2)
+def test_transforms_of_functions_are_refused(ctx: Context) -> None:
+    """The comparison of parameters, which have no values there, comes after that."""
+    model = ringflash.wrap_attention(own.build(own.Model, is_causal=True), ctx.group)
+    batch = own.tokens()[:, : own.LENGTH // ctx.size], torch.arange(own.LENGTH // ctx.size)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, batch).sum()
+
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])
@@ -652,8 +693,7 @@ def test_disabled_ring_attends_to_whole_sequences(ctx: Context) -> None:
             for _ in range(2):
                 with ringflash.disable_ring(ring), ringflash.disable_ring(ring):
                     assert_close(ring(prompt[:, :length], positions[:length]), whole(prompt, positions)[:, :length])
-                shard = ringflash.shard_sequence(own.tokens(), ctx.group)
-                got = ring(shard, ringflash.local_positions(own.LENGTH, ctx.size, ctx.rank))
+                got = ring(*own.shard(ctx))
                 want = whole(own.tokens(), torch.arange(own.LENGTH))
                 assert_close(got, ringflash.shard_sequence(want, ctx.group))
         if ctx.rank == 0:

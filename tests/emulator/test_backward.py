@@ -418,26 +418,19 @@ FAULTS_IN_ORDER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_planted_faults_are_caught(fault):
-    _assert_caught(fault, Shape())
+_CAUGHT = [
+    pytest.param(fault, shape, id=f"{shape}-{name}")
+    for shape, faults in ((Shape(), FAULTS), (Shape(128), FAULTS_IN_TURNS), (Shape(192), FAULTS_APART))
+    for name, fault in faults.items()
+]
 
 
-def _assert_caught(fault: tuple[str, str, str], shape: Shape) -> None:
+@pytest.mark.parametrize("fault, shape", _CAUGHT)
+def test_planted_faults_are_caught(fault, shape):
     def check(mask: Mask, emulator: Emulator) -> None:
         assert_close(*_gradients(mask, shape, emulator=emulator, in_step=True))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
-
-
-@pytest.mark.parametrize("fault", FAULTS_IN_TURNS.values(), ids=FAULTS_IN_TURNS.keys())
-def test_planted_faults_are_caught_in_turns(fault):
-    _assert_caught(fault, Shape(128))
-
-
-@pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())
-def test_planted_faults_are_caught_with_dq_apart(fault):
-    _assert_caught(fault, Shape(192))
 
 
 # Several tiles for each block; the second block sees some before and two after a gap.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.helpers.tolerance import RTOL_FP64, ratios
 
 Tensors = dict[str, torch.Tensor]
 Step = dict[str, Tensors]  # gradient, weight, ... by parameter
+Found = dict[str, Any]
 
 
 def one_process(
@@ -86,6 +88,25 @@ def loss_part(got: float, want: Step, baseline: Step | None, dtype: torch.dtype,
         return abs(got - exact) / (RTOL_FP64 * abs(exact))
     lost = abs(baseline["loss"]["loss"].item() - exact)
     return abs(got - exact) / (2 * lost + (1 + num_ranks / 2) * torch.finfo(dtype).eps * abs(exact))
+
+
+def judged(
+    got: Step, want: Step, baseline: Step | None, loss: float | None, dtype: torch.dtype, num_ranks: int
+) -> Found:
+    """Return what each quantity spends of its budget, and what the median gradient of half the size would."""
+    if baseline is not None and dtype.itemsize < 4 and "weight" in got:  # an eps of a weight is more than its step
+        start = want["start"]
+        got, want, baseline = (
+            x | {"weight": {name: p.double() - start[name] for name, p in x["weight"].items()}}
+            for x in (got, want, baseline)
+        )
+        baseline["weight"] = {name: p.to(dtype) for name, p in baseline["weight"].items()}
+    spent = worst(got, want, baseline)
+    if loss is not None:
+        spent["loss"] = loss_part(loss, want, baseline, dtype, num_ranks), "loss"
+    half = {name: x / 2 for name, x in got["gradient"].items()}
+    control = median(parts(half, want["gradient"], baseline and baseline["gradient"]).values())
+    return {"spent": spent, "half_a_gradient": control, "loss": loss, "true_loss": want["loss"]["loss"].item()}
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ringflash
 from ringflash.comm.seeding import seeded
+from tests.helpers.pool import Context
 
 VOCAB, WIDTH, HEADS, LENGTH = 31, 16, 4, 32
 
@@ -153,3 +154,8 @@ def build(kind, **options: object) -> nn.Module:  # type: ignore[no-untyped-def]
 def tokens(batch: int = 2) -> Tensor:
     """The whole sequences."""
     return torch.randint(0, VOCAB, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def shard(ctx: Context) -> tuple[Tensor, Tensor]:
+    """A rank's part of the whole sequences, and its positions."""
+    return ringflash.shard_sequence(tokens(), ctx.group), ringflash.local_positions(LENGTH, ctx.size, ctx.rank)

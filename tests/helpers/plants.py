@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,6 +27,7 @@ from ringflash.verify import Training
 from tests.helpers.models import build
 
 Group = dist.ProcessGroup | None
+Plant = Callable[[Group], Training]
 
 
 def right(group: Group, kind: str = "llama") -> Training:
@@ -42,32 +44,75 @@ def right_in_fp8(group: Group, impl: str = "reference_fp8") -> Training:
     return Training(huggingface.CausalLMWithLoss(model, group))
 
 
-def hidden_local_positions_in_fp8(group: Group) -> Training:
-    """Plant the mistake of `hidden_local_positions` in a training in FP8."""
-    return hidden_local_positions(group, right_in_fp8(group))
+def changed(change: Callable[[Training, Group], object], build: Callable[..., Training] = right) -> Plant:
+    """A training after a change."""
+
+    def plant(group: Group) -> Training:
+        training = build(group)
+        change(training, group)
+        return training
+
+    return plant
 
 
-def hidden_local_positions(group: Group, training: Training | None = None) -> Training:
+def on_the_ring(change: Callable[[Training], object], rank: int | None = None) -> Plant:
+    """A training that is right on one device, and wrong on a ring, or on one rank of it."""
+    return changed(lambda training, group: group is None or rank not in (None, group.rank()) or change(training))
+
+
+def with_batch(
+    change: Callable[[dict[str, Any], Group], dict[str, Any]], build: Callable[..., Training] = right
+) -> Plant:
+    """A training whose batch has other entries."""
+
+    def replace_prepare(training: Training, group: Group) -> None:
+        def prepare(*args: Any, **options: Any) -> dict[str, Any]:
+            batch = huggingface.prepare_batch(*args, **options)
+            return batch | change(batch, group)
+
+        training.prepare = prepare
+
+    return changed(replace_prepare, build)
+
+
+def with_documents(change: Callable[[Tensor], Tensor]) -> Plant:
+    """A training whose whole batch is made of other documents, at cp=1 as at cp=N."""
+
+    def replace_prepare(training: Training, group: Group) -> None:
+        prepare = training.prepare
+        training.prepare = lambda ids, *, cu_seqlens, **rest: prepare(ids, cu_seqlens=change(cu_seqlens), **rest)
+
+    return changed(replace_prepare)
+
+
+class Around(nn.Module):
+    """A module that is called otherwise: `call(inner, **batch)`."""
+
+    def __init__(self, inner: nn.Module, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.inner, self.call = inner, call
+
+    def forward(self, **batch: Any) -> Tensor:
+        return self.call(self.inner, **batch)
+
+
+# Positions and labels.
+
+
+def _rotate_by_row(training: Training, group: Group) -> None:
     """The model rotates by the row of the shard, whatever the batch says."""
-    training = training or right(group)
-    training.module.get_submodule("model.model.rotary_emb").register_forward_pre_hook(_count_rows, with_kwargs=True)
-    return training
+
+    def count_rows(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"position_ids": torch.arange(args[0].shape[1])[None]}
+
+    training.module.get_submodule("model.model.rotary_emb").register_forward_pre_hook(count_rows, with_kwargs=True)
 
 
-def _count_rows(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-    return args, kwargs | {"position_ids": torch.arange(args[0].shape[1])[None]}
-
-
-def local_positions_in_batch(group: Group) -> Training:
-    """The batch counts positions from the shard's start."""
-    training = right(group)
-
-    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        batch = huggingface.prepare_batch(*args, **kwargs)
-        return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
-
-    training.prepare = prepare
-    return training
+hidden_local_positions = changed(_rotate_by_row)
+hidden_local_positions_in_fp8 = changed(_rotate_by_row, right_in_fp8)
+local_positions_in_batch = with_batch(
+    lambda batch, _: {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+)
 
 
 def unshifted(labels: Tensor) -> Tensor:
@@ -92,199 +137,37 @@ def labels_shifted_in_batch(group: Group) -> Training:
     return training
 
 
-class ShiftsInside(nn.Module):
-    """Shifts the labels in the forward, where the sequence is already cut."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, labels: Tensor, **batch: Any) -> Tensor:
-        return self.inner(**batch, shift_labels=shift(labels))
-
-
 def labels_shifted_in_module(group: Group) -> Training:
-    """The module shifts the shard's labels."""
+    """The module shifts the labels in its forward, where the sequence is already cut."""
 
     def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> dict[str, Any]:
         batch = huggingface.prepare_batch(input_ids, labels=labels, **kwargs)
         del batch["shift_labels"]
         return batch | {"labels": layout.shard_sequence(unshifted(labels), group)}
 
-    return Training(ShiftsInside(right(group).module), prepare)
+    def shifting(inner: nn.Module, labels: Tensor, **batch: Any) -> Tensor:
+        return inner(**batch, shift_labels=shift(labels))
+
+    return Training(Around(right(group).module, shifting), prepare)
 
 
-class OwnMean(nn.Module):
-    """The loss is the mean over the rank's own tokens."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, shift_labels: Tensor, num_items_in_batch: Tensor, **batch: Any) -> Tensor:
-        hidden, weight, _ = self.inner.decode(**batch)
-        return token_loss.cross_entropy(hidden, weight, shift_labels, group=None)
+# The loss and its gradients.
 
 
 def mean_of_own_tokens(group: Group) -> Training:
     """Each rank divides by the number of its own labels."""
-    return Training(OwnMean(right(group).module))
 
+    def own_mean(inner: Any, shift_labels: Tensor, num_items_in_batch: Tensor, **batch: Any) -> Tensor:
+        hidden, weight, _ = inner.decode(**batch)
+        return token_loss.cross_entropy(hidden, weight, shift_labels, group=None)
 
-class Scaled(nn.Module):
-    """The loss times a factor."""
-
-    def __init__(self, inner: nn.Module, factor: float) -> None:
-        super().__init__()
-        self.inner, self.factor = inner, factor
-
-    def forward(self, **batch: Any) -> Tensor:
-        return self.inner(**batch) * self.factor
+    return Training(Around(right(group).module, own_mean))
 
 
 def without_cp_size(group: Group) -> Training:
     """The loss lacks the factor cp_size."""
-    return Training(Scaled(right(group).module, 1 if group is None else 1 / group.size()))
-
-
-def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """The module in DDP."""
-    return nn.parallel.DistributedDataParallel(module, process_group=group)
-
-
-def gradients_not_averaged(group: Group) -> Training:
-    """DDP over a group of this rank only."""
-    training = right(group)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    training.wrap = lambda module, _: ddp(module, alone)
-    return training
-
-
-def right_with_ddp(group: Group) -> Training:
-    """DDP over the ring, on top of a right model."""
-    training = right(group)
-    training.wrap = ddp
-    return training
-
-
-def right_with_fsdp(group: Group) -> Training:
-    """FSDP2 over the ring, layer by layer."""
-    training = right(group)
-
-    def shard(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-        mesh = DeviceMesh.from_group(group, "cpu")
-        for layer in module.get_submodule("model.model.layers").children():
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(module, mesh=mesh)
-
-    training.wrap = shard
-    return training
-
-
-def documents_dropped_in_ring(group: Group) -> Training:
-    """The bounds get lost where the sequence is cut."""
-    training = right(group)
-
-    def prepare(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        batch = huggingface.prepare_batch(input_ids, **kwargs)
-        return batch if group is None else batch | {"cu_seqlens": None}
-
-    training.prepare = prepare
-    return training
-
-
-def documents_dropped_everywhere(group: Group) -> Training:
-    """The bounds never reach the model: cp=1 and cp=N agree on the wrong thing."""
-    training = right(group)
-    training.prepare = lambda input_ids, **kw: huggingface.prepare_batch(input_ids, **kw) | {"cu_seqlens": None}
-    return training
-
-
-def _with_bounds(change: Callable[[Tensor], Tensor]) -> Callable[[Group], Training]:
-    """The model gets other bounds, at cp=1 as at cp=N."""
-
-    def build(group: Group) -> Training:
-        training = right(group)
-        training.prepare = lambda input_ids, *, cu_seqlens, **kw: (
-            huggingface.prepare_batch(input_ids, cu_seqlens=cu_seqlens, **kw) | {"cu_seqlens": change(cu_seqlens)}
-        )
-        return training
-
-    return build
-
-
-def _moved(bounds: Tensor) -> Tensor:
-    return torch.cat([bounds[:1], bounds[1:-1] - 1, bounds[-1:]])
-
-
-bounds_a_token_early = _with_bounds(_moved)
-bounds_but_the_first_dropped = _with_bounds(lambda bounds: bounds[[0, 1, -1]])
-
-
-def parents_dropped(group: Group) -> Training:
-    """The batch is made of the bounds only."""
-    training = right(group)
-    prepare = training.prepare
-    training.prepare = lambda input_ids, *, cu_seqlens, **kw: prepare(input_ids, cu_seqlens=cu_seqlens[0], **kw)
-    return training
-
-
-def siblings_in_a_chain(group: Group) -> Training:
-    """The batch is made of a table in which each document continues the previous one."""
-    training = right(group)
-    prepare = training.prepare
-
-    def other(input_ids: Tensor, *, cu_seqlens: Tensor, **kw: Any) -> dict[str, Any]:
-        chain = torch.arange(-1, cu_seqlens.shape[1] - 2, dtype=torch.int32)
-        return prepare(input_ids, cu_seqlens=document_table(cu_seqlens[0], chain), **kw)
-
-    training.prepare = other
-    return training
-
-
-def other_weights_on_rank_1(group: Group) -> Training:
-    """Rank 1 has other weights than the others; in the decoder its first forward would refuse them."""
-    training = right(group)
-    if group is not None and group.rank() == 1:
-        training.module.get_submodule("model.lm_head").weight.data *= 1.1
-    return training
-
-
-def other_step_on_rank_1(group: Group) -> Training:
-    """The ranks come apart in the optimizer."""
-    training = right(group)
-    if group is not None and group.rank() == 1:
-        training.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.02)
-    return training
-
-
-def other_last_norm(group: Group) -> Training:
-    """The norm between the layers and the head is wrong."""
-    training = right(group)
-    if group is not None:
-        training.module.get_submodule("model.model.norm").variance_epsilon = 1e-4
-    return training
-
-
-def dropout_over_a_mistake(group: Group) -> Training:
-    """Keys' gradients are a tenth too large in one layer; evaluation, as from_pretrained leaves it, is right."""
-    training = right(group)
-    if group is not None:
-        keys = training.module.get_submodule("model.model.layers.1.self_attn.k_proj")
-        keys.register_full_backward_pre_hook(lambda module, grads: (1.1 * grads[0],))
-    layer = training.module.get_submodule("model.model.layers.0")
-    layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
-    training.module.eval()
-    return training
-
-
-def missed_layer(group: Group) -> Training:
-    """Layer 1 was left with attention over the rank's own tokens."""
-    training = right(group)
-    layer: Any = training.module.get_submodule("model.model.layers.1.self_attn")
-    layer._ringflash_inputs = copy(layer._ringflash_inputs)
-    layer._ringflash_inputs.options = ModelRing(None)
-    return training
+    size = 1 if group is None else group.size()
+    return Training(Around(right(group).module, lambda inner, **batch: inner(**batch) / size))
 
 
 def eval_loss_summed(group: Group) -> Training:
@@ -301,12 +184,108 @@ def eval_loss_summed(group: Group) -> Training:
     return training
 
 
-def other_weights(group: Group) -> Training:
-    """The ranks of a ring draw other weights than one device."""
+def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The module in DDP."""
+    return nn.parallel.DistributedDataParallel(module, process_group=group)
+
+
+def fsdp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """The module in FSDP2, layer by layer."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in module.get_submodule("model.model.layers").children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def gradients_not_averaged(group: Group) -> Training:
+    """DDP over a group of this rank only."""
+    training = right(group)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    training.wrap = lambda module, _: ddp(module, alone)
+    return training
+
+
+right_with_ddp = changed(lambda training, _: setattr(training, "wrap", ddp))
+right_with_fsdp = changed(lambda training, _: setattr(training, "wrap", fsdp))
+
+
+# Documents: lost where the sequence is cut, or nowhere known, so that cp=1 and cp=N agree on the wrong thing.
+
+documents_dropped_in_ring = with_batch(lambda _, group: {} if group is None else {"cu_seqlens": None})
+documents_dropped_everywhere = with_batch(lambda *_: {"cu_seqlens": None})
+bounds_a_token_early = with_batch(
+    lambda batch, _: {"cu_seqlens": batch["cu_seqlens"] - torch.tensor([0, 1, 1, 0], dtype=torch.int32)}
+)
+bounds_but_the_first_dropped = with_batch(lambda batch, _: {"cu_seqlens": batch["cu_seqlens"][[0, 1, -1]]})
+parents_dropped = with_documents(lambda table: table[0])
+siblings_in_a_chain = with_documents(  # each document continues the previous one
+    lambda table: document_table(table[0], torch.arange(-1, table.shape[1] - 2, dtype=torch.int32))
+)
+
+
+# Other parameters, on the ring or on one rank.
+
+
+def _part(training: Training, name: str) -> Any:
+    return training.module.get_submodule(f"model.{name}")
+
+
+other_weights = on_the_ring(lambda training: nn.init.ones_(_part(training, "lm_head").weight))
+other_step_on_rank_1 = on_the_ring(
+    lambda training: setattr(training, "optimizer", partial(torch.optim.SGD, lr=0.02)), rank=1
+)
+other_last_norm = on_the_ring(lambda training: setattr(_part(training, "model.norm"), "variance_epsilon", 1e-4))
+
+
+def other_weights_on_rank_1(group: Group) -> Training:
+    """Rank 1 has other weights, marked as if they should differ: the first forward refuses all other ones."""
+    training = right(group)
+    weight = _part(training, "lm_head").weight
+    weight.allreduce = False
+    if group is not None and group.rank() == 1:
+        weight.data *= 1.1
+    return training
+
+
+def dropout_over_a_mistake(group: Group) -> Training:
+    """Keys' gradients are a tenth too large in one layer; evaluation, as from_pretrained leaves it, is right."""
     training = right(group)
     if group is not None:
-        nn.init.ones_(training.module.get_submodule("model.lm_head").weight)
+        keys = _part(training, "model.layers.1.self_attn.k_proj")
+        keys.register_full_backward_pre_hook(lambda module, grads: (1.1 * grads[0],))
+    layer = _part(training, "model.layers.0")
+    layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.5))
+    training.module.eval()
     return training
+
+
+def missed_layer(group: Group) -> Training:
+    """Layer 1 was left with attention over the rank's own tokens."""
+    training = right(group)
+    layer = _part(training, "model.layers.1.self_attn")
+    layer._ringflash_inputs = copy(layer._ringflash_inputs)
+    layer._ringflash_inputs.options = ModelRing(None)
+    return training
+
+
+def counts_averaged(group: Group) -> Training:
+    """A layer counts tokens in a buffer, by the mean over the ranks in place of their sum."""
+    training = right(group)
+    layer: Any = training.module.get_submodule("model.model.layers.1.mlp")
+    layer.register_buffer("counts", torch.zeros(2))
+
+    def count(layer: Any, args: tuple[Tensor, ...]) -> None:
+        counts = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()]).float()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+            counts /= group.size()
+        layer.counts += counts
+
+    layer.register_forward_pre_hook(count)
+    return training
+
+
+# Models of plain torch.
 
 
 class Bare(nn.Module):
@@ -326,48 +305,15 @@ class Bare(nn.Module):
         return token_loss.cross_entropy(out, self.head.weight, shift_labels, group=self.group)
 
 
-def bare(group: Group, **mask: Any) -> Training:
-    """A model of plain torch."""
-    with seeded(0):
-        return Training(Bare(group, **mask))
+class Listed(Bare):
+    """Its only list is one of embeddings, and the attention is outside it; documents are dropped, at cp=1 too."""
 
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.embeddings = nn.ModuleList([self.embedding])
 
-def batch_norm(group: Group) -> Training:
-    """Tokens are normalised by all that the rank has."""
-    training = bare(group)
-    training.module.norm = nn.BatchNorm1d(32)
-    return training
-
-
-def bidirectional(group: Group) -> Training:
-    """Its attention goes both ways."""
-    return bare(group, causal=False)
-
-
-def bidirectional_window(group: Group) -> Training:
-    """And as far to both sides."""
-    return bare(group, causal=False, window_size=(4, 4))
-
-
-def bidirectional_on_own_shard(group: Group) -> Training:
-    """Its attention was built without the group."""
-    training = bidirectional(group)
-    training.module.attention = RingAttention(None, causal=False)
-    return training
-
-
-def bidirectional_without_documents(group: Group) -> Training:
-    """The bounds never reach the model."""
-    training = bidirectional(group)
-    training.prepare = lambda input_ids, **kw: huggingface.prepare_batch(input_ids, **kw) | {"cu_seqlens": None}
-    return training
-
-
-def bare_on_own_shard(group: Group) -> Training:
-    """Its attention was built without the group."""
-    training = bare(group)
-    training.module.attention = RingAttention(None)
-    return training
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
+        return super().forward(input_ids, shift_labels, cu_seqlens=None)
 
 
 class HandWritten(nn.Module):
@@ -412,33 +358,33 @@ class Flat(HandWritten):
         return token_loss.cross_entropy(hidden, self.head.weight, shift_labels, group=self.group)
 
 
-def hand_written(group: Group) -> Training:
-    """An attention outside any module of attention, which knows of no ring."""
-    with seeded(0):
-        return Training(Layered(group))
+def drawn(kind: Callable[..., nn.Module], **mask: Any) -> Plant:
+    """A training of such a model."""
+
+    def plant(group: Group) -> Training:
+        with seeded(0):
+            return Training(kind(group, **mask))
+
+    return plant
 
 
-def hand_written_in_the_model(group: Group) -> Training:
-    """The same without layers."""
-    with seeded(0):
-        return Training(Flat(group))
+def _attend_without_group(training: Training, group: Group, **mask: Any) -> None:
+    training.module.attention = RingAttention(None, **mask)
 
 
-class Listed(Bare):
-    """Its only list is one of embeddings, and the attention is outside it; documents are dropped, at cp=1 too."""
+bare = drawn(Bare)
+bare_on_own_shard = changed(_attend_without_group, bare)
+batch_norm = changed(lambda training, _: setattr(training.module, "norm", nn.BatchNorm1d(32)), bare)
+bidirectional = drawn(Bare, causal=False)
+bidirectional_window = drawn(Bare, causal=False, window_size=(4, 4))
+bidirectional_on_own_shard = changed(partial(_attend_without_group, causal=False), bidirectional)
+bidirectional_without_documents = with_batch(lambda *_: {"cu_seqlens": None}, bidirectional)
+hand_written = drawn(Layered)
+hand_written_in_the_model = drawn(Flat)
+documents_dropped_beside_a_list = drawn(Listed)
 
-    def __init__(self, group: Group) -> None:
-        super().__init__(group)
-        self.embeddings = nn.ModuleList([self.embedding])
 
-    def forward(self, input_ids: Tensor, shift_labels: Tensor, **rest: Any) -> Tensor:
-        return super().forward(input_ids, shift_labels, cu_seqlens=None)
-
-
-def documents_dropped_beside_a_list(group: Group) -> Training:
-    """The list of modules ends before the attention begins."""
-    with seeded(0):
-        return Training(Listed(group))
+# Attention of the models of transformers.
 
 
 @contextmanager

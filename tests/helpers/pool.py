@@ -59,19 +59,21 @@ class Pool:
             torchrun's variables, from which what they run makes one.
         timeout_s: default limit of a run.
         patience: by which all limits grow.
+        on_gpus: processes know nothing of CUDA when they begin, so that they may use GPUs, by default over NCCL only.
         environment: variables added to the caller's, without a backend.
     """
 
     def __init__(
         self, world_size: int, backend: str | None = "gloo", timeout_s: float = 60.0, patience: float = 1.0,
-        **environment: str,
+        on_gpus: bool = False, **environment: str,
     ) -> None:  # fmt: skip
         self.world_size, self.backend, self.timeout_s, self.patience = world_size, backend, timeout_s, patience
+        self._on_gpus = on_gpus or backend == "nccl"
         self._environment = environment
         self._processes: Processes | None = None
         self._pipes: list[Connection] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ringflash-pool-")
-        self._generation = 0
+        self._generation = self._runs = 0
 
     def run(
         self, body: Callable[..., Any], *args: Any, size: int | None = None, timeout_s: float | None = None
@@ -86,8 +88,9 @@ class Pool:
         if self._processes is None:
             self._start()
         size = size or self.world_size
+        self._runs += 1
         for pipe in self._pipes[:size]:
-            pipe.send((body.__module__, body.__qualname__, size, args))
+            pipe.send((body.__module__, body.__qualname__, size, args, self._runs))
         answers = self._collect(size, (timeout_s or self.timeout_s) * self.patience)
         silent = [rank for rank in range(size) if rank not in answers]
         problems = [f"rank {rank} raised\n{text}" for rank, (ok, text) in answers.items() if not ok]
@@ -113,9 +116,13 @@ class Pool:
             (theirs, rank, self.world_size, self.backend, str(self._stack_file(rank)))
             for rank, (_, theirs) in enumerate(pipes)
         ]
-        context = multiprocessing.get_context("spawn") if self.backend == "nccl" else None
+        per_host, context = None, None
+        if self._on_gpus:
+            from tests.helpers import shared_gpu  # needs triton
+
+            per_host, context = shared_gpu.num_gpus(self.world_size), multiprocessing.get_context("spawn")
         base = dict(os.environ) if self.backend else environment_of()
-        self._processes = Processes(_serve, places, base, processes=context, **self._environment)
+        self._processes = Processes(_serve, places, base, per_host, context, **self._environment)
         for _, theirs in pipes:
             theirs.close()
         ready = self._collect(self.world_size, START_SECONDS)
@@ -204,12 +211,14 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str | None, st
         return
     while True:
         try:
-            module, name, size, args = pipe.recv()
+            module, name, size, args, run = pipe.recv()
         except EOFError:
             return
         try:
             body = inspect.unwrap(getattr(importlib.import_module(module), name))
             torch.manual_seed(0)  # ranks draw alike, whatever bodies before this one drew
+            # A group's name is a count of new_group, and ranks that bodies left out have counted less.
+            dist.distributed_c10d._world.group_count = 1000 * run
             answer = True, body(Context(groups[size], rank, size, device), *args)
         except pytest.skip.Exception as skipped:
             answer = True, skipped

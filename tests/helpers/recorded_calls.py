@@ -26,6 +26,7 @@ from ringflash.attention import (
 )
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import AllToAll
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.operands import Operands
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.sections import Sections
@@ -99,7 +100,8 @@ class Process:
         q, k, v, out, lse = self.saved.pop(step.name)
         dout = torch.empty_like(out)
         self.rank.work("make dout", [], [dout])
-        self.rank.work("use dq, dk, dv", self._opened(step.call).backward(dout, None, q, k, v, out, lse))
+        inputs = BackwardInputs(dout, None, q, k, v, out, lse)
+        self.rank.work("use dq, dk, dv", self._opened(step.call).backward(inputs))
 
     def _opened(self, call: Call) -> HeadGather | Ulysses:
         index, everyone = self.rank.index, tuple(range(self.world))
@@ -193,11 +195,9 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         work("local forward", [q, k, v], [out, lse])
         return out, lse
 
-    def local_backward(
-        _: object, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, row_max: Any
-    ) -> Any:
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        work("local backward", [dout, q, k, v, out, lse], gradients)
+    def local_backward(_: object, inputs: BackwardInputs) -> Any:
+        gradients = [torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+        work("local backward", [x for x in inputs if x is not None], gradients)
         return gradients
 
     def words_on_host(words: Words, _: CallNumber) -> Any:
@@ -208,7 +208,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
             work("copy of the rows", exchange.received)
         return arrived(exchange)
 
-    arrived, one_head = AllToAll.arrived, lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])
+    arrived, one_head = AllToAll.arrived, lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)
     stack = ExitStack()
     for module in (gathered_buffers, gradient_return, gather_units, head_exchange):
         stack.enter_context(mock.patch.object(module, "buffer", lambda *args: now[0].buffer(*args)))

@@ -9,6 +9,7 @@ import zlib
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 import ringflash
 from tests.helpers import dense, tolerance
@@ -50,6 +51,21 @@ def repeats_exactly(ctx: Context, case: Case, chunk: int, dtype: str, impl: str)
     whole = problem(case, 2 * ctx.size * chunk, getattr(torch, dtype), ctx.device)
     first, second = (run(ctx, case, whole, chunk, impl, deterministic=True) for _ in range(2))
     return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def assert_trains_alike(
+    ctx: Context, ring: torch.nn.Module, loss: torch.Tensor, whole: torch.nn.Module, want: torch.Tensor,
+    *, summed: bool = False, rtol: float = 1e-10,
+) -> None:  # fmt: skip
+    """Run both backwards; losses and gradients, averaged or summed over the ranks, are those of one process."""
+    loss.backward()
+    want.backward()
+    both = zip(ring.parameters(), whole.parameters(), strict=True)
+    pairs = [(loss.detach(), want.detach()), *((p.grad, q.grad) for p, q in both if q.grad is not None)]
+    for got, expected in pairs:
+        dist.all_reduce(got, group=ctx.group)
+        assert torch.isfinite(got).all()
+        assert (got / (1 if summed else ctx.size) - expected).abs().max() <= rtol * expected.abs().max()
 
 
 def problem(case: Case, seqlen: int, dtype: torch.dtype, device: torch.device) -> Problem:

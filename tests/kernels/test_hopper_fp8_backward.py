@@ -88,6 +88,26 @@ def test_sets_of_keys_add_up(products):
         assert difference(x, y) <= 5e-3, name
 
 
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+def test_sums_in_16_bits_are_those_in_fp32(products, group):
+    """dK and dV of few parts are added up in bf16, by CTAs that draw their tiles: again and again, from one counter."""
+    mask = Mask.band(8100, 8100, causal=True)
+    q, dout = (draw(1, 8100, 8, 128, seed=i) for i in (0, 1))
+    k, v = (draw(1, 8100, 8 // group, 128, seed=i) for i in (2, 3))
+    out, lse, row_max = forward(q, k, v, mask, "hopper_fp8")
+    run = Fp8Backward(
+        dout, q, out, lse, num_kv_heads=8 // group, softmax_scale=128**-0.5, products=products, row_max=row_max
+    )
+    want_dk, want_dv = torch.zeros(2, *k.shape, device="cuda")
+    run.add(k, v, mask, want_dk, want_dv)
+    want_dq = run.finish()
+    for _ in range(3):
+        dq, dk, dv = gradients("hopper_fp8", mask, q, k, v, dout, out, lse, row_max, products)
+        for name, x, y in (("dq", dq, want_dq), ("dk", dk, want_dk), ("dv", dv, want_dv)):
+            assert difference(x, y) <= 5e-3, name
+
+
 def test_bf16_products_repeat_their_bits():
     mask = Mask.band(1000, 1000, causal=True)
     q, k, v, dout = (draw(1, 1000, 4, 128, seed=i) for i in range(4))

@@ -20,12 +20,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.inference import utils as inference
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
 
 import ringflash
 from ringflash.megatron import RingCoreAttention, core_attention, with_ring
@@ -50,7 +52,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     launches = {
         1: [f"{name} alone" for name in MODELS],
         2: [*MODELS, "recomputed", "recomputed layers", "dense wrong", "tensor parallel alone", "pipeline alone"],
-        4: [*MODELS, "tensor parallel", "pipeline"],
+        4: [*MODELS, "tensor parallel", "sequence parallel", "pipeline"],
     }
     of_engine = {1: [f"{name} alone" for name in ENGINE_MODELS], 2: ENGINE_MODELS}
 
@@ -93,10 +95,13 @@ def test_training_equals_one_process(results: Results, case: str, size: int) -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case, of_rank", [("tensor parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))])
+@pytest.mark.parametrize(
+    "case, of_rank",
+    [("tensor parallel", (0, 1, 0, 1)), ("sequence parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))],
+)
 def test_training_equals_other_parallelism(results: Results, case: str, of_rank: tuple[int, ...]) -> None:
     """With weights or layers over two ranks and the sequence over two, against the first two."""
-    want = results(2, f"{case} alone")
+    want = results(2, f"{case.replace('sequence', 'tensor')} alone")
     for rank, got in zip(of_rank, results(4, case), strict=True):
         assert largest_error(got, want[rank]) <= RELATIVE_ERROR
 
@@ -197,6 +202,17 @@ def test_masks_that_are_not_read_are_refused() -> None:
             layer(x, x, x, **changes)
 
 
+def test_inference_on_a_ring_is_refused() -> None:
+    if not hasattr(inference, "InferenceMode"):
+        pytest.skip("this release has no sign of inference")
+    layer, x = attention(settings()), torch.ones(4, 1, 4, 8)
+    with inference.InferenceMode.active():
+        layer(x, x, x)
+        layer.group = ProcessGroup(0, 2)
+        with pytest.raises(NotImplementedError, match="must be 1 for inference, .* got 2; generate"):
+            layer(x, x, x)
+
+
 def test_one_process_attends_as_ring_attention() -> None:
     """Full attention, and padding at the end of each document, which the padded bounds have."""
     q, k, v = torch.randn(3, 6, 1, 4, 8, dtype=torch.float64)
@@ -243,3 +259,8 @@ def test_layers_of_other_implementations_are_refused() -> None:
         config = settings()
         config.transformer_impl = "inference_optimized"
         RingLayer(config, 1, None)
+    for name in ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp"):
+        config = settings()
+        setattr(config, name, True)
+        with pytest.raises(NotImplementedError, match=f"{name} must be False with layer_spec .* without experts, got"):
+            RingLayer(config, 1, None)

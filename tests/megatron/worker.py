@@ -63,6 +63,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from megatron.core.tensor_parallel import random as tensor_parallel_random  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import import_module  # noqa: E402
+from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 import ringflash  # noqa: E402
@@ -119,6 +120,7 @@ CASES = {
     "recomputed": Case({**DENSE, **RECOMPUTED}, packed=True),
     "recomputed layers": Case({**DENSE, **LAYERS}, packed=True),
     "tensor parallel": Case(DENSE, tp=2),
+    "sequence parallel": Case({**DENSE, "sequence_parallel": True}, tp=2),
     "pipeline": Case({**DENSE, **EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}, pp=2),
 }
 
@@ -145,6 +147,19 @@ def sized_by_tensors(self: Any, *args: Any, k_channels: int = 0, v_channels: int
 
 
 DotProductAttention.__init__ = sized_by_tensors  # type: ignore[method-assign]
+own_norm = WrappedTorchNorm.__new__
+
+
+def norm_of_shards(cls: type, config: TransformerConfig, *args: Any, **options: Any) -> torch.nn.Module:
+    """Make torch's norms, which Megatron refuses with sequence parallelism, and mark them for it to sum gradients."""
+    with mock.patch.object(config, "sequence_parallel", False):
+        norm = own_norm(cls, config, *args, **options)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+WrappedTorchNorm.__new__ = norm_of_shards  # type: ignore[method-assign]
 
 
 def train(case: Case) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def in_sections(turns: bool) -> Iterator[None]:
     _forget_gatherings()
     with (
         mock.patch.dict("ringflash.attention.plan.planned", clear=True),
-        mock.patch.object(sections, "choose_sections", lambda shape, *_: Sections((1,) * shape[2], (1,) * shape[2])),
+        mock.patch.object(sections, "choose_sections", lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)),
         mock.patch.object(sections, "PUBLISHED_BYTES", 0),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
         mock.patch.object(sections, "choose_num_gradient_buffers", lambda *args: min(2 if turns else 3, len(args[-1]))),
@@ -103,8 +103,7 @@ def _forget_gatherings() -> None:
 def in_blocks() -> Iterator[None]:
     """Every call is cut into blocks, as those of many ranks are."""
 
-    def choose(shape: tuple[int, ...], *args: Any) -> tuple[int, ...]:
-        num_steps = args[4]
+    def choose(_: Any, num_steps: int, *args: Any) -> tuple[int, ...]:
         return (1, *[1] * min(2, num_steps - 1), *[num_steps - 3] * (num_steps > 3))
 
     with (

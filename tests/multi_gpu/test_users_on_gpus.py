@@ -18,15 +18,18 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ringflash_kernels import api
-from tests.helpers import hybrids, trainer
-from tests.helpers.one_step import Step, one_process
+from tests.helpers import hybrids
+from tests.helpers.one_step import Found, Step, judged, one_process
 from tests.helpers.pool import Context, Pool
 from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
-from tests.multi_gpu.training_worker import CLIPPING, LEARNING_RATE, Found, judged
+from tests.multi_gpu.test_training_on_gpus import CLIPPING, LEARNING_RATE
+
+pytest.importorskip("accelerate")
+
+from tests.helpers import trainer
 
 pytestmark = pytest.mark.multi_gpu
-pytest.importorskip("accelerate")
 
 LAYERS = {
     "llama": "LlamaDecoderLayer",
@@ -94,7 +97,7 @@ def step(ctx: Context, case: Case, folder: str) -> Found:
         mock.patch.dict("ringflash.attention.plan.planned", clear=True),
     ):
         got, loss = step_of_trainer(ctx, model, [row[0].tolist() for row in rows], case, folder)
-    return {**judged(got, want, low, loss, case.dtype), "kernels": sorted(used)}
+    return {**judged(got, want, low, loss, case.dtype, ctx.size), "kernels": sorted(used)}
 
 
 def step_of_trainer(ctx: Context, model: Any, rows: list[list[int]], case: Case, folder: str) -> tuple[Step, float]:

@@ -9,12 +9,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.helpers.ranks import ROOT, environment_of, run_ranks
 
 # Parts of a checkpoint of two ranks.
 PARTS = {".metadata", "meta.pt", "__0_0.distcp", "__1_0.distcp", "checksums.json", "written_at"}
+
+
+class Run(NamedTuple):
+    """Folders of texts and of results."""
+
+    texts: str
+    out: Path
 
 
 def run(command: Sequence[str | Path], *, timeout_s: float = 150.0, **environment: str) -> str:
@@ -84,6 +91,14 @@ def _kill_session(session: int) -> None:
         with suppress(OSError):  # it has ended
             if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def write_scripts(folder: Path, **scripts: str) -> None:
+    """Commands that stand in for others, for a PATH that begins with the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
 
 def write_text(folder: Path, num_files: int = 60) -> Path:

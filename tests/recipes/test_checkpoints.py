@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
 import pytest
@@ -31,27 +31,10 @@ from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from ringflash.lightning.module import empty_model
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
-from tests.recipes.launching import write_text
+from tests.recipes.launching import Run
 from tests.recipes.test_strategy import CONFIG
 
 STEPS = 5
-
-
-class Run(NamedTuple):
-    """Folders of texts and of results."""
-
-    texts: str
-    out: Path
-
-    @property
-    def trainer(self) -> lightning.Trainer:
-        """Return the trainer of the ranks' first training."""
-        return first_training(self)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(str(write_text(tmp_path_factory.mktemp("text"))), tmp_path_factory.mktemp("found"))
 
 
 @cache
@@ -167,7 +150,7 @@ def test_another_model(ctx: Context, run: Run) -> None:
     torch would leave a layer too many in it unread.
     """
     path, weights = run.out / "afterwards.ckpt", run.out / "weights.ckpt"
-    run.trainer.save_checkpoint(weights, weights_only=True)
+    first_training(run).save_checkpoint(weights, weights_only=True)
     saved, only_weights = Folder(path), Folder(weights)
     for name, value, problem in (
         ("num_hidden_layers", 2, "no error"),
@@ -210,15 +193,15 @@ def test_other_options(ctx: Context, run: Run) -> None:
     A scheduler adds one to its optimizer: torch would not load a checkpoint from before. The state of a parameter that
     is frozen by now is loaded, too. Before its first step an optimizer has none.
     """
-    (optimizer,) = run.trainer.optimizers
+    (optimizer,) = first_training(run).optimizers
     frozen = optimizer.param_groups[0]["params"][0].requires_grad_(False)
     average = optimizer.state[frozen]["exp_avg"].to_local().clone()
     saved, options = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]
     optimizer.state.clear()
     optimizer.zero_grad()
-    assert not run.trainer.strategy.optimizer_state(optimizer)["state"] and not optimizer.state
+    assert not first_training(run).strategy.optimizer_state(optimizer)["state"] and not optimizer.state
     options |= {"lr": 7.0, "added": 5.0}
-    run.trainer.strategy.load_checkpoint(run.out / "afterwards.ckpt")
+    first_training(run).strategy.load_checkpoint(run.out / "afterwards.ckpt")
     options = optimizer.param_groups[0]
     assert (options["lr"], options["added"]) == (saved, 5)
     assert torch.equal(optimizer.state[frozen.requires_grad_()]["exp_avg"].to_local(), average)
@@ -333,8 +316,8 @@ def test_unequal_state(ctx: Context, run: Run) -> None:
     """
     holds, timer, rank = Holds(), Timer(), dist.get_rank()
     timer._offset = float(rank)
-    run.trainer.callbacks += [holds, timer]
-    weight = next(run.trainer.lightning_module.parameters()).detach()
+    first_training(run).callbacks += [holds, timer]
+    weight = next(first_training(run).lightning_module.parameters()).detach()
     path = run.out / "unequal.ckpt"
     for state, problem in (
         ({"average": torch.full((2,), rank)}, "callbacks.Holds.held.average must be the same on all ranks to be saved"),
@@ -345,10 +328,10 @@ def test_unequal_state(ctx: Context, run: Run) -> None:
         ({"average": weight.full_tensor()}, "no error"),
     ):
         holds.state = state
-        error = message(lambda: run.trainer.save_checkpoint(path))
+        error = message(lambda: first_training(run).save_checkpoint(path))
         assert problem in error and is_complete(path) == (problem == "no error"), error
-    run.trainer.callbacks.remove(holds)
-    run.trainer.callbacks.remove(timer)
+    first_training(run).callbacks.remove(holds)
+    first_training(run).callbacks.remove(timer)
 
 
 @on_ranks(2)
@@ -388,7 +371,7 @@ def test_hostile(ctx: Context, run: Run) -> None:
     dist.barrier()
     torch.save(Hostile(called), run.out / "a.ckpt" / "meta.pt")
     dist.barrier()
-    error = message(lambda: run.trainer.strategy.load_checkpoint(run.out / "a.ckpt"))
+    error = message(lambda: first_training(run).strategy.load_checkpoint(run.out / "a.ckpt"))
     assert error.startswith("ValueError") and "posix.system" in error and not called.exists(), error
 
 

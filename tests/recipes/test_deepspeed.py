@@ -34,22 +34,17 @@ from ringflash.comm.seeding import seeded
 from ringflash.data.order import SampleOrder
 from ringflash.deepspeed.parameter_use import ParameterUse
 from ringflash.lightning import CausalLM
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from tests.helpers import own_models as own
 from tests.helpers.one_step import Step, Tensors, one_process, worst
 from tests.helpers.pool import Context, Launches, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
-from tests.recipes.launching import error_of, write_text
+from tests.helpers.recipe_model import build_model
+from tests.recipes.launching import error_of
 from tests.recipes.test_deepspeed_steps import CONFIGS, CP_SIZE, FP32_EPS, config_of, mesh, weights
 from tests.recipes.test_strategy import CONFIG
 
 SEQLEN, STEPS, ACCUMULATED, CLIPPING, LEARNING_RATE = 48, 2, 2, 0.05, 1.0
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ Two and four gloo processes on the CPU. Every rank has the same batches, so that
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from recipes.deepspeed.strategy import DeepSpeedContextParallelStrategy
 from ringflash import deepspeed
 from ringflash.comm.seeding import seeded
 from tests.helpers.one_step import Tensors
-from tests.helpers.pool import Context, Launches, on_ranks
+from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
 from tests.recipes.launching import ROOT, error_of
 
@@ -42,12 +40,6 @@ FP32_EPS = 2.0**-23
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Launches]:
-    with closing(Launches(DS_ACCELERATOR="cpu")) as launches:
-        yield launches
 
 
 @cache

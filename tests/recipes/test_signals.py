@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from recipes.lightning.text import TextData
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from tests.helpers.pool import Context, Launches
 from tests.helpers.quiet_trainer import quiet_trainer
-from tests.recipes.launching import write_text
 from tests.recipes.test_strategy import CONFIG
 
 PLACES = ("forward", "backward", "optimizer", "validation", "checkpointing")
@@ -100,17 +97,6 @@ def evaluation(ctx: Context, kind: str, texts: str, out: Path) -> list[bool]:
 
 
 KINDS = pytest.mark.parametrize("kind", ["lightning", "deepspeed"])
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Launches]:
-    with closing(Launches(DS_ACCELERATOR="cpu")) as launches:
-        yield launches
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_text(tmp_path_factory.mktemp("texts")))
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -11,11 +11,9 @@ import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
@@ -30,11 +28,11 @@ from recipes.lightning.text import TextData
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import Losses, quiet_trainer
-from tests.recipes.launching import error_of, write_text
+from tests.helpers.recipe_model import build_model
+from tests.recipes.launching import Run, error_of
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -47,18 +45,6 @@ CLIPPING = {"norm": 0.05, "value": 1e-3}  # both far below what the gradients ar
 RTOL_FP64 = 1e-11
 
 Tensors = dict[str, torch.Tensor]
-
-
-class Run(NamedTuple):
-    """Folders of texts and of results."""
-
-    texts: str
-    out: Path
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(str(write_text(tmp_path_factory.mktemp("text"))), tmp_path_factory.mktemp("out"))
 
 
 class LightningClipping(CausalLM):

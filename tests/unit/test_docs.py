@@ -63,6 +63,16 @@ def test_tables_and_figures_are_those_of_results(name: str, written: Path) -> No
     assert (written / name).read_text() == (ROOT / name).read_text()
 
 
+def test_no_table_is_left_empty() -> None:
+    """Markers of a name that nothing writes would stay as they are, with an old table or none between them."""
+    marked = {
+        (f"{page.relative_to(ROOT)}", name)
+        for page in PAGES
+        for name in re.findall(r"^<!-- begin (\w+) -->$", page.read_text(), re.MULTILINE)
+    }
+    assert marked == {(page, name) for page, name, _ in write_tables.tables()}
+
+
 @pytest.mark.parametrize("path", sorted(quotes.RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_result_is_of_one_run(path: Path) -> None:
     """Tables and quotes find its commit, command, machine and release at one place."""

@@ -283,13 +283,13 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
     probing = command.first_with_their_gpus(ranks)
     assert probing == [0, 1, 2, 4]
 
-    class Meeting:
-        def reported(self, rank: int, seconds: float) -> Any:
+    class RankMessages:
+        def report_of(self, rank: int, seconds: float) -> Any:
             assert seconds == 30
             return None if rank == 4 else [command.fault("kernel", f"by {rank}", "x").as_dict()]
 
     monkeypatch.setattr(command, "probes", lambda facts, seconds: [command.ok("kernel", "by 0")])
-    found = command.probes_of_all(Meeting(), ranks, probing, 10)  # type: ignore[arg-type]
+    found = command.probes_of_all(RankMessages(), ranks, probing, 10)  # type: ignore[arg-type]
     assert [(x.level, x.what, x.found) for x in found] == [
         ("ok", "a, rank 0: kernel", "by 0"), ("fault", "a, rank 1: kernel", "by 1"), ("fault", "b: kernel", "by 2"),
         ("fault", "c: probes", "rank 4 did not report"),

@@ -15,6 +15,7 @@ import torch
 
 import ringflash
 from ringflash import huggingface, loss
+from ringflash.attention.inputs import CallInputs
 from ringflash.attention.options import CallOptions
 from ringflash.attention.plan import plan_call
 from ringflash.compat import ring_flash_attn
@@ -52,7 +53,7 @@ def check_attention(forest: Forest) -> None:
     for out in (ringflash.ring_attention(q, k, v, group=None, cu_seqlens=forest.table), by_module):
         assert (out - want["out"]).abs().max() < 1e-12
     found = ringflash.explain(q, k, v, group=None, cu_seqlens=forest.table)
-    plan = plan_call(q, k, v, forest.table, CallOptions(None, softmax_scale=1.0))
+    plan = plan_call(CallInputs(q, k, v, forest.table, CallOptions(None, softmax_scale=1.0)))
     assert found.num_visible == plan.mask.num_visible == forest.visible().sum()
 
 
@@ -218,11 +219,9 @@ USED_ABOVE = {
     ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens,
 }  # fmt: skip
 PASS_ON = {  # to a function above
-    "attention.api.attend", "attention.inputs.check_call", "attention.inputs.documents_of",
-    "attention.ring_call.RingCall.plan", "attention.plan.plan_again", "attention.plan.kept_plan",
+    "attention.api.attend", "attention.inputs.documents_of",
     "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
-    "huggingface.consistency.check_consistency",
-    "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
+    "huggingface.forward_inputs.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
     "huggingface.batch.check_padding", "verify.subject.default_prepare",  # tests/distributed/test_verify.py
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
     "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py

@@ -216,9 +216,7 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
             mock.patch.object(sections, "choose_sections", lambda *_: chosen),
             mock.patch.object(buffers, "_storage", {}),
         ):
-            said.add(
-                sections.gather_bytes(k.shape, 4, gathering.capacity, gathering.returned_rows, gathering.pairs, k.dtype)
-            )
+            said.add(sections.gather_bytes(sections.GatherSizes.of([gathering], k.shape, 4, k.dtype)))
             ways = [gathered_buffers.GatheredKV.of(memory, (gathering,), k, 4, heads) for heads in chosen]
             gradient_return.GradientReturn.of(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)

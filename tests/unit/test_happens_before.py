@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ringflash.attention import ulysses
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.ulysses import Ulysses
@@ -170,7 +171,7 @@ LEFT_OUT: dict[str, tuple[list[Step], str, Any, str, Any]] = {
     "last pull": (COPIES, "publish writes", MEMORY, "wait", caller_without("pull")),
     "place of dQ": (COPIES, "under: rank 0 [A.copy_engine end] cast dQ", recorded_calls, "Pass", LatePass),
     "join": (FAILING, "freed by [caller] under", MEMORY, "join", lambda _: None),
-    "join of heads": (FAILING_HOSTS, "exchanged heads", Ulysses, "_joined_after_errors", lambda _: nullcontext()),
+    "join of heads": (FAILING_HOSTS, "exchanged heads", ulysses, "JoinAfterError", lambda _: nullcontext()),
 }
 
 

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringflash.attention import gather_units, head_exchange, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
@@ -160,7 +161,7 @@ def passes(
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
         call = HeadGather(blocks, memory, impl, 1.0, deterministic, rounded=rounds(impl), **options)
         out, lse = call.forward(q, k, v, row_max)
-        call.backward(dout, torch.zeros_like(lse), q, k, v, out, lse, row_max)
+        call.backward(BackwardInputs(dout, torch.zeros_like(lse), q, k, v, out, lse, row_max))
 
 
 KERNELS: dict[str, dict[str, Any]] = {

@@ -22,9 +22,10 @@ from torch.utils.flop_counter import flop_registry
 
 from ringflash import huggingface
 from ringflash.huggingface.weights import draw_weights
-from ringflash.lightning.module import build_model, empty_model
+from ringflash.lightning.module import empty_model
 from ringflash.memory import Memory, layers, save_memory, tile_mlps, tiles, use_liger
 from ringflash_kernels import reference
+from tests.helpers.recipe_model import build_model
 
 SEQLEN, LAYERS = 48, 3
 CHECKPOINTING = ("none", "attention_kept", "full")

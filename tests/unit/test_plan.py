@@ -26,11 +26,11 @@ from ringflash import huggingface
 from ringflash.attention.gather_units import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
-from ringflash.attention.inputs import CallShape
+from ringflash.attention.inputs import BackwardInputs, CallShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan
-from ringflash.attention.sections import choose_sections
+from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import GroupAreas, buffers
@@ -53,11 +53,11 @@ from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning import float8
-from ringflash.lightning.module import build_model
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import rounds
 from tests.helpers.plans import model_of, read_once  # noqa: F401, a fixture
+from tests.helpers.recipe_model import build_model
 from tests.recipes.launching import ROOT
 
 SMALL = {
@@ -130,10 +130,10 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     shape = CallShape.of(q, k, v)
     memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
     operands = Operands.of(k, v, rounded=rounds(job.impl), for_backward=True)
-    keys = max(block.capacity for block in blocks)
+    sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, operands.dtype)
 
     def gather() -> None:
-        for sections in choose_sections(shape.kv, model.num_heads, keys, operands.dtype, len(blocks)):
+        for sections in choose_sections(sizes, len(blocks)):
             gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, operands)
         GradientReturn.of(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
@@ -151,11 +151,11 @@ def exchanged_bytes(job: TrainingJob) -> int:
         for heads in (model.num_heads, model.num_kv_heads)
     )
     lse = torch.empty(1, model.num_heads, job.local_tokens, device="meta")
-    rail: Any = SimpleNamespace(backward=lambda dout, dlse, q, k, v, *_: (q, k, v))
+    rail: Any = SimpleNamespace(backward=lambda inputs: inputs[2:5])
     call = Ulysses(rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
 
     def exchange() -> None:
-        grads = call.backward(q, None, q, k, k, q, lse)
+        grads = call.backward(BackwardInputs(q, None, q, k, k, q, lse))
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
     with mock.patch("ringflash.attention.head_exchange.watching", lambda *_: Unwatched()):

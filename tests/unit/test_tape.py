@@ -8,6 +8,7 @@ of commands of a driver whose functions write the same log.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.attention import gather_by_heads, recorder, schedule, sections, tape
+from ringflash.attention import gather_by_heads, recorder, repeated_launch, schedule, sections, step_lists, tape
 from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, driver
 from ringflash.comm.call_numbers import CallNumber
@@ -289,7 +291,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "__call__",
         lambda copies, stream: [LOGS[-1].copy(stream.name, *each) for each in zip(*copies._arrays, strict=True)],
     )
-    monkeypatch.setattr(recorder, "new_event", lambda _: Event())
+    monkeypatch.setattr(step_lists, "new_event", lambda _: Event())
     monkeypatch.setattr(driver, "new_event", lambda _: Event())
     monkeypatch.setattr(call_numbers, "expect", expect)
     with cuda_properties(132):
@@ -357,7 +359,7 @@ class Calls:
         ):
             out, lse = lines_of(lines, call.forward, q, k, v, row_max)
             saved = dout, torch.zeros_like(lse), q, k, v, out, lse, row_max
-            lines_of(lines, call.backward, *saved)
+            lines_of(lines, lambda *given: call.backward(BackwardInputs(*given)), *saved)
         return lines + [
             (LOGS[index - 2].numbers[event.cuda_event], what, values)
             for index, call_in_flight in enumerate(watched)
@@ -398,7 +400,7 @@ def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *g
 @pytest.mark.parametrize("in_c", [False, True])
 def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known = FakeDriver() if in_c else None
-    for module in (recorder, driver):
+    for module in (recorder, repeated_launch, step_lists, driver):
         monkeypatch.setattr(module, "driver", lambda: known)
     calls = Calls(CASES[name])
     for _ in range(2):  # the areas grow
@@ -423,7 +425,7 @@ def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
     made = tape.Tape(())
     x = torch.zeros(1)
     for _ in range(3):
-        made.record(Memory(), (x, x), lambda x, y: (x + y,))
+        made.record(Memory(), (x, x), lambda tensors: (tensors[0] + tensors[1],))
     assert not made.steps
 
 
@@ -439,8 +441,41 @@ def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor],
     LOGS.append(Log())
     made = tape.Tape(())
     for _ in range(3):
-        made.record(Memory(), (torch.zeros(1),), issue)
+        made.record(Memory(), (torch.zeros(1),), lambda tensors: issue(*tensors))
     assert made.calls == 3 and not made.steps
+
+
+def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
+    """An input that a backward will read must not count writes of later calls, even if they write nothing."""
+
+    def issue(tensors: tuple[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (x,) = tensors
+        x[1:].fill_(2)
+        x[:0].fill_(2)
+        return (x.clone(),)
+
+    LOGS.append(Log())
+    made, given = tape.Tape(()), [torch.zeros(2) for _ in range(3)]
+    for x in given[:2]:
+        made.record(Memory(), (x,), issue)
+    (got,) = made.repeat(Memory(), (given[2],), CallNumber(1), CallInFlight(0, 0, "forward", 0.0))
+    assert got.tolist() == [0, 2] and given[1]._version == 2
+
+
+def test_a_recorded_call_keeps_no_tensor() -> None:
+    """Not even until garbage is collected."""
+    LOGS.append(Log())
+    made, alive = tape.Tape(()), list[StorageWeakRef]()
+    gc.disable()
+    try:
+        for _ in range(2):
+            x = torch.zeros(2)
+            (got,) = made.record(Memory(), (x,), lambda tensors: (tensors[0] + 1,))
+            alive += [StorageWeakRef(each.untyped_storage()) for each in (x, got)]
+        del x, got
+        assert made.steps and all(each.expired() for each in alive)
+    finally:
+        gc.enable()
 
 
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +486,7 @@ def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = FakeDriver()
-    for module in (recorder, driver):
+    for module in (recorder, repeated_launch, step_lists, driver):
         monkeypatch.setattr(module, "driver", lambda: known)
     calls = Calls(Case())
     for _ in range(5):

@@ -21,7 +21,7 @@ from ringflash.comm.transport import PointToPoint
 from ringflash.comm.watchdog import RingStalled, Watchdog, thread, watching
 from ringflash.comm.watchdog.calls import CallInFlight, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
-from ringflash.comm.watchdog.store import Board, StoreGone
+from ringflash.comm.watchdog.store import StoreGone, WatchdogStore
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0
@@ -342,13 +342,13 @@ def exchanged(size: int, collector: int | None) -> tuple[list[Any], int]:
     counts, store = [0], dist.HashStore()
     with mock.patch.object(dist, "PrefixStore", lambda _, store: store):
         shared = CountingStore(store, counts)
-        boards = [Board(Group(rank, size, shared), f"GPU {rank} of node") for rank in range(size)]  # type: ignore[arg-type]
+        stores = [WatchdogStore(Group(rank, size, shared), f"GPU {rank} of node") for rank in range(size)]  # type: ignore[arg-type]
         if collector is not None:
             store.set("collector", str(collector))
         counts[0], answers = 0, []
-        for board in boards[:-1]:  # the last one is silent
+        for store in stores[:-1]:  # the last one is silent
             clock = mock.Mock(side_effect=[0.0, *[60.0] * size])
-            answers.append(board.exchange("why", f"state {board.rank}", clock, lambda _: None))
+            answers.append(store.exchange("why", f"state {store.rank}", clock, lambda _: None))
     return answers, counts[0]
 
 
@@ -377,10 +377,10 @@ def test_report_begins_with_ranks_at_fault() -> None:
 def test_a_store_that_never_answers_is_given_up() -> None:
     never = threading.Event()
     group = Group(0, 2, mock.Mock(**{"clone.side_effect": never.wait}))
-    board = Board(group, patience=0.01)  # type: ignore[arg-type]
+    store = WatchdogStore(group, patience=0.01)  # type: ignore[arg-type]
     with mock.patch("ringflash.comm.watchdog.store.ANSWER_S", 0.0), pytest.raises(StoreGone, match="no answer"):
-        board.exchange("why", "waits", lambda: 0.0, never.wait)
-    assert board.asked(0.0) == ""
+        store.exchange("why", "waits", lambda: 0.0, never.wait)
+    assert store.asked(0.0) == ""
     never.set()
 
 
@@ -389,11 +389,11 @@ def test_a_store_that_answers_late_is_asked_again() -> None:
     late, store = threading.Event(), dist.HashStore()
     dist.PrefixStore("ringflash/watch", store).set("asked", "why")
     group = Group(0, 2, mock.Mock(**{"clone.return_value": store}))
-    board = Board(group, patience=0.01)  # type: ignore[arg-type]
-    board._store = mock.Mock(**{"check.side_effect": lambda _: late.wait()})
-    assert board.asked(0.0) == ""
-    board._patience = 60.0
-    assert [board.asked(29.0), board.asked(30.0)] == ["", "why"]
+    store = WatchdogStore(group, patience=0.01)  # type: ignore[arg-type]
+    store._store = mock.Mock(**{"check.side_effect": lambda _: late.wait()})
+    assert store.asked(0.0) == ""
+    store._patience = 60.0
+    assert [store.asked(29.0), store.asked(30.0)] == ["", "why"]
     late.set()
 
 
@@ -401,7 +401,7 @@ def test_long_call_over_nccl_asks_the_store_seldom() -> None:
     world = World(2)
     channels = [rank.over_nccl() for rank in world.ranks]
     calls = [rank.issue(1, memory=channel) for rank, channel in zip(world.ranks, channels, strict=True)]
-    with mock.patch.object(Board, "_question", return_value="") as question:
+    with mock.patch.object(WatchdogStore, "_question", return_value="") as question:
         world.run(62)
     assert 2 * 10 <= question.call_count <= 2 * 25
     finish(*calls)
@@ -501,7 +501,7 @@ def test_other_errors_of_a_call_are_the_callers() -> None:
 
 def test_store_is_asked_only_if_nccl_is_awaited() -> None:
     world = World(2)
-    with mock.patch.object(Board, "asked", side_effect=AssertionError):
+    with mock.patch.object(WatchdogStore, "asked", side_effect=AssertionError):
         world.ranks[0].issue(1)
         finish(world.ranks[1].issue(1, memory=world.ranks[1].over_nccl()))
         world.run(TIMEOUT_S / 2 - 20)

@@ -11,7 +11,7 @@ the ranks without barriers. Only `reserve` blocks the host, and only if an area 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -35,6 +35,25 @@ class Outgoing(NamedTuple):
 
     tensor: torch.Tensor
     rank: int
+
+
+class JoinAfterError:
+    """Context after whose error the caller's stream waits for all lanes.
+
+    After an error, out of memory for example, lanes may still write to memory that the caller is about to free, or to a
+    buffer that the next call uses as well, which may be one of another group.
+    """
+
+    def __init__(self, memory: GroupAreas) -> None:
+        self._memory = memory
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            with suppress(RuntimeError):  # from a device that failed; the first error is the cause
+                self._memory.join()
 
 
 class GroupAreas(Protocol):

@@ -31,12 +31,12 @@ class StoreGone(RuntimeError):
     """Raised if the store does not answer."""
 
 
-class Board:
-    """Board on which the ranks of one group post what they are doing.
+class WatchdogStore:
+    """Keys of a group's store by which the watchdogs of its ranks tell one another what these are doing.
 
     Args:
-        group: its ranks; the board does not keep it alive.
-        location: where this rank runs, posted now, because it may not answer later; nothing is posted if empty.
+        group: its ranks; it is not kept alive.
+        location: where this rank runs, written now, because it may not answer later; nothing is written if empty.
         patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
 
@@ -72,7 +72,7 @@ class Board:
     def exchange(
         self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
     ) -> tuple[dict[int, str], dict[int, str]]:
-        """Post what this rank is doing, and return the answers that arrive in time, and the locations of ranks.
+        """Write what this rank is doing, and return the answers that arrive in time, and the locations of ranks.
 
         One rank collects for all, so that the number of requests grows with the number of ranks and not with its
         square. If that rank stops, each of the others collects for itself.

@@ -22,7 +22,7 @@ from ringflash.comm.timeouts import timeout
 from ringflash.comm.transport import PointToPoint, Transport, transport_name, whole_transport
 from ringflash.comm.watchdog.calls import WAITS, CallInFlight, CallQueue, HasEnded, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
-from ringflash.comm.watchdog.store import ANSWER_S, Board, StoreGone
+from ringflash.comm.watchdog.store import ANSWER_S, StoreGone, WatchdogStore
 
 END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show where Python was
 SHOWN_RANKS = 32  # in a report: at a thousand ranks each of them prints it
@@ -37,10 +37,10 @@ class RingStalled(RuntimeError):
 
 
 class WatchedGroup:
-    """One group's calls in flight, with its store board, device and rank names."""
+    """One group's calls in flight, with its store, device and rank names."""
 
-    def __init__(self, queue: CallQueue, board: Board, device: torch.device, names: list[str]) -> None:
-        self.queue, self.board, self.device, self.names = queue, board, device, names
+    def __init__(self, queue: CallQueue, store: WatchdogStore, device: torch.device, names: list[str]) -> None:
+        self.queue, self.store, self.device, self.names = queue, store, device, names
         self.lost = ""  # the error of the device or of NCCL
 
 
@@ -96,7 +96,7 @@ class Watchdog:
         group, name = transport.group, transport_name(transport)
         assert name is not None
         queue = CallQueue(name, group.rank(), timeout(group).total_seconds(), self.clock())
-        watched = WatchedGroup(queue, Board(group, _location(device)), device, _names(group))
+        watched = WatchedGroup(queue, WatchdogStore(group, _location(device)), device, _names(group))
         with self._lock:
             self._watched[transport] = watched
         return watched
@@ -121,7 +121,7 @@ class Watchdog:
         gap = now - self._last_poll  # since the end of the previous poll
         with self._lock:
             groups = list(self._watched.items())
-        groups = [(transport, watched) for transport, watched in groups if watched.board.is_open()]
+        groups = [(transport, watched) for transport, watched in groups if watched.store.is_open()]
         serials = [serial for _, watched in groups if (serial := self._poll_group(watched, now)) is not None]
         for transport, watched in groups:
             queue = watched.queue
@@ -133,7 +133,7 @@ class Watchdog:
                 return self._report(watched, now, _LOST_CONNECTION)
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
-            if queue.is_quiet(now) and (why := watched.board.asked(now)):
+            if queue.is_quiet(now) and (why := watched.store.asked(now)):
                 # If a group has several transports, the one that waits answers.
                 waiting = (other for t, other in groups if t.group is transport.group and other.queue.calls)
                 return self._report(next(waiting, watched), now, why)
@@ -185,7 +185,7 @@ class Watchdog:
         event = why or f"ring attention over {queue.transport} made no progress for {queue.timeout:.0f} s:"
         self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
         try:
-            answers, locations = watched.board.exchange(event, own, self.clock, self.pause)
+            answers, locations = watched.store.exchange(event, own, self.clock, self.pause)
             states = _states(names, answers, locations, _SILENT_OR_IDLE if event == _LOST_CONNECTION else _SILENT)
         except StoreGone as problem:
             states = [f"{names[queue.rank]} {own}", _NO_STORE.format(problem=str(problem).partition("\n")[0])]

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ringflash.commands.console import console
 from ringflash.commands.doctor.facts import collect
-from ringflash.commands.doctor.gather import Meeting, tell_apart, world
+from ringflash.commands.doctor.gather import RankMessages, tell_apart, world
 from ringflash.commands.doctor.judge import Facts, Finding, differences, fault, judge, ok, warning
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # a slower link between GPUs of one host is not NVLink
@@ -45,23 +45,23 @@ def run(options: Namespace) -> int:
     """Print the findings on the first rank, and return 1 there if one is a fault. Other ranks return 0."""
     if options.seconds <= 0:
         raise ValueError(f"--seconds must be positive, got {options.seconds}; 120 is the default.")
-    facts, meeting, rank = collect(), Meeting(options.seconds), world()[0]
-    ranks, missing = meeting.gather(facts)
+    facts, messages, rank = collect(), RankMessages(options.seconds), world()[0]
+    ranks, missing = messages.gather(facts)
     if rank != 0:
-        told = meeting.hear()
+        told = messages.instructions()
         join_ring(told.get("ring", {}), rank, options.seconds)
         if rank in told.get("probing", ()):
-            meeting.report([finding.as_dict() for finding in probes(facts, options.seconds)])
+            messages.send_report([finding.as_dict() for finding in probes(facts, options.seconds)])
         return 0
     ranks = tell_apart(ranks)
     findings = examine(ranks, missing)
     ring = {} if options.no_probes or missing else ring_of_hosts(ranks)
     probing = [] if options.no_probes else first_with_their_gpus(ranks)
-    meeting.tell({"ring": ring, "probing": probing})
+    messages.send_instructions({"ring": ring, "probing": probing})
     if ring:
         findings += _between_hosts(*join_ring(ring, 0, options.seconds), ring)
     if probing:
-        findings += probes_of_all(meeting, ranks, probing, options.seconds)
+        findings += probes_of_all(messages, ranks, probing, options.seconds)
     _print(findings, options.json)
     return int(any(finding.level == "fault" for finding in findings))
 
@@ -88,12 +88,12 @@ def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
     return sorted(seen.values())
 
 
-def probes_of_all(meeting: Meeting, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
+def probes_of_all(messages: RankMessages, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
     """Run the probes of this rank and collect those of the other probing ranks, labelled if there are several."""
     found = {0: probes(ranks[0], seconds)}
     hosts = [ranks[rank]["host"] for rank in probing]
     for rank in probing[1:]:
-        reported = meeting.reported(rank, seconds * (2 + len(ranks[rank]["gpus"])))
+        reported = messages.report_of(rank, seconds * (2 + len(ranks[rank]["gpus"])))
         missing = [fault("probes", f"rank {rank} did not report", "see its log; can its host be reached?")]
         found[rank] = missing if reported is None else [Finding(**finding) for finding in reported]
     findings = []

@@ -20,7 +20,7 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-class Meeting:
+class RankMessages:
     """Messages between the first rank and the others over torchrun's store, because collectives could hang.
 
     Args:
@@ -44,24 +44,24 @@ class Meeting:
         ranks = {other: json.loads(self._store.get(str(other))) for other in answered}
         return ranks, [other for other in range(self._size) if other not in answered]
 
-    def tell(self, what: dict[str, Any]) -> None:
+    def send_instructions(self, what: dict[str, Any]) -> None:
         """Send instructions from the first rank to all others."""
         if self._store is not None:
             self._store.set("told", json.dumps(what))
 
-    def hear(self) -> dict[str, Any]:
+    def instructions(self) -> dict[str, Any]:
         """Return the instructions of the first rank; empty if they do not arrive in time."""
         assert self._store is not None
         if not _wait(self._store, "told", time.monotonic() + 2 * self._seconds):
             return {}
         return json.loads(self._store.get("told"))
 
-    def report(self, what: Any) -> None:
+    def send_report(self, what: Any) -> None:
         """Send a report from another rank to the first one."""
         assert self._store is not None
         self._store.set(f"report{self._rank}", json.dumps(what))
 
-    def reported(self, rank: int, seconds: float) -> Any:
+    def report_of(self, rank: int, seconds: float) -> Any:
         """Return the report of another rank; None if it does not arrive within `seconds`."""
         assert self._store is not None
         if not _wait(self._store, f"report{rank}", time.monotonic() + seconds):

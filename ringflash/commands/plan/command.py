@@ -18,7 +18,7 @@ from ringflash.commands.console import console
 from ringflash.commands.overlays import check_keys, lay_over
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
-from ringflash.commands.plan.read import model_of
+from ringflash.commands.plan.read import ReadShape, model_of
 from ringflash.commands.plan.ring import ring_of
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
@@ -158,40 +158,19 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
             )
         memory = asdict(Memory(**(model.get("memory") or {})))
         strategy, accumulated = trainer.get("strategy"), trainer.get("accumulate_grad_batches") or 1
-        arguments = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
         seqlen = data.get("init_args", data).get("seqlen")
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{options.files[0]} must be a recipe with model.model and data, got {type(error).__name__}: {error}; "
             "see recipes/lightning."
         ) from error
-    if "deepspeed" in (name := str(strategy.get("class_path") if isinstance(strategy, dict) else strategy)).lower():
-        raise NotImplementedError(
-            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
-            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
-        )
+    arguments = _arguments_of(strategy)
     if (seqlen := _tokens(options.seqlen) if options.seqlen else seqlen) is None:
         raise ValueError("--seqlen must be given with a configuration, got none; a recipe has its own.")
-    if (copies := arguments.get("replicate_size", 1)) != 1:
-        raise NotImplementedError(
-            f"replicate_size must be 1 for a plan, got {copies}; plan one copy, on 1/{copies} of the GPUs, without it."
-        )
-    dp, cp = (arguments.get(f"{axis}_parallel_size", "auto") for axis in ("data", "context"))
-    gpus = (8 if cp == "auto" else cp if dp == "auto" else dp * cp) if options.gpus is None else options.gpus
-    if options.cp is not None:
-        dp, cp = "auto", options.cp
-    if isinstance(cp, int) and cp > 0 and dp == "auto" and gpus % cp:
-        raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp}; change one of them.")
-    dp_size, cp_size = mesh_sizes(dp, cp, gpus)
-    impl: str = model.get("impl") or "auto"
-    if impl not in ("auto", *IMPLS):
-        raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")
+    gpus, dp_size, cp_size = _sizes(arguments, options)
     shape, windows = model_of(config)
-    check_backward(impl, shape.head_dim, deterministic=False)
-    if rounds(impl):
-        sizes = shape.head_dim, shape.value_dim
-        q, v = (torch.empty(1, 1, 1, size, dtype=torch.bfloat16, device="meta") for size in sizes)
-        implementation("reference_fp8", q, q, v)  # takes the head_dims of hopper_fp8, on any device
+    impl: str = model.get("impl") or "auto"
+    _check_impl(impl, shape)
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(
@@ -207,6 +186,44 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     )
     job = replace(job, visible_fraction=options.visible * visible_fraction(seqlen, windows))
     return job, Machine(GPUS[options.gpu], gpus, options.gpus_per_host, Rates(**options.rates))
+
+
+def _arguments_of(strategy: object) -> dict[str, Any]:
+    """Return the arguments of a recipe's strategy, after checking that it is one that can be planned."""
+    named: dict[str, Any] = strategy if isinstance(strategy, dict) else {"class_path": strategy}
+    name, arguments = str(named.get("class_path")), named.get("init_args") or {}
+    if "deepspeed" in name.lower():
+        raise NotImplementedError(
+            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
+            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
+        )
+    if (copies := arguments.get("replicate_size", 1)) != 1:
+        raise NotImplementedError(
+            f"replicate_size must be 1 for a plan, got {copies}; plan one copy, on 1/{copies} of the GPUs, without it."
+        )
+    return arguments
+
+
+def _sizes(arguments: dict[str, Any], options: Namespace) -> tuple[int, int, int]:
+    """Return the number of GPUs, of sequences at a time, and of GPUs that share a sequence."""
+    dp, cp = (arguments.get(f"{axis}_parallel_size", "auto") for axis in ("data", "context"))
+    gpus = (8 if cp == "auto" else cp if dp == "auto" else dp * cp) if options.gpus is None else options.gpus
+    if options.cp is not None:
+        dp, cp = "auto", options.cp
+    if isinstance(cp, int) and cp > 0 and dp == "auto" and gpus % cp:
+        raise ValueError(f"--cp must divide --gpus ({gpus}), got {cp}; change one of them.")
+    return gpus, *mesh_sizes(dp, cp, gpus)
+
+
+def _check_impl(impl: str, shape: ReadShape) -> None:
+    """Raise an error for a kernel that is unknown, or does not take the model's heads."""
+    if impl not in ("auto", *IMPLS):
+        raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")
+    check_backward(impl, shape.head_dim, deterministic=False)
+    if rounds(impl):
+        sizes = shape.head_dim, shape.value_dim
+        q, v = (torch.empty(1, 1, 1, size, dtype=torch.bfloat16, device="meta") for size in sizes)
+        implementation("reference_fp8", q, q, v)  # takes the head_dims of hopper_fp8, on any device
 
 
 def visible_fraction(

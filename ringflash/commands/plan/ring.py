@@ -12,6 +12,7 @@ from ringflash.attention.head_exchange import Share, area_bytes
 from ringflash.attention.schedule import plan_blocks
 from ringflash.attention.sections import (
     HEADER_BYTES,
+    GatherSizes,
     Sections,
     buffer_heads,
     choose_blocks,
@@ -65,14 +66,11 @@ class Ring:
         return self.seqlen // self.cp_size
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of half of a rank's K and V."""
-        return 1, self.rows, self.model.num_kv_heads, self.model.kv_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of K and V on their way."""
-        return torch.uint8 if self.in_fp8 else torch.bfloat16
+    def sizes(self) -> GatherSizes:
+        """Sizes of a call, as the ranks of a real ring compute them."""
+        shape = 1, self.rows, self.model.num_kv_heads, self.model.kv_dim
+        dtype = torch.uint8 if self.in_fp8 else torch.bfloat16
+        return GatherSizes(shape, self.model.num_heads, self.seqlen, self.seqlen - self.rows, self.pairs, dtype)
 
     @property
     def gathered(self) -> int:
@@ -93,13 +91,12 @@ class Ring:
     def blocks(self) -> tuple[int, ...]:
         """Numbers of ranks whose keys are gathered at a time."""
         name = "nccl" if self.on_network else "copy_engine"
-        sizes = self.model.num_heads, self.seqlen, self.seqlen - self.rows, self.pairs, self.cp_size
-        return choose_blocks(self.shape, *sizes, self.dtype, name)
+        return choose_blocks(self.sizes, self.cp_size, name)
 
     @cached_property
     def sections(self) -> Sections:
         """Numbers of KV heads that are gathered at a time."""
-        return choose_sections(self.shape, self.model.num_heads, self.seqlen, self.dtype, len(self.blocks))
+        return choose_sections(self.sizes, len(self.blocks))
 
 
 def ring_of(job: TrainingJob, machine: Machine) -> Ring:
@@ -140,7 +137,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
         return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.transfer is not None)
 
     keys = model.num_kv_heads * blocks[0].capacity
-    if several or not fits_unbuffered(ring.shape, ring.seqlen, ring.dtype):
+    if several or not fits_unbuffered(ring.sizes):
         num_buffers = (NcclGather if ring.on_network else CopyEngine).num_buffers
         rows = [block.num_rows for block in blocks]
         buffers = Sections(*(in_units(heads, rows) for heads in ring.sections))
@@ -148,7 +145,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
     arriving = [sum(reader.rank != rank for readers in block.readers for reader in readers) for block in blocks]
     stages = 2
     if not several:
-        stages = choose_num_gradient_buffers(ring.shape, model.num_heads, ring.seqlen, ring.pairs, ring.dtype, heads)
+        stages = choose_num_gradient_buffers(ring.sizes, heads)
     gradients = sum(buffer_heads(in_units(heads, [block.capacity for block in blocks]), stages))
     states: float = gradients + max(in_units(heads, arriving))
     if several:

@@ -373,17 +373,18 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool, in_parts: bool
+    hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
-    If several parts are added up and dk and dv are overwritten, these are fp32 sums that begin with 0: dk and dv
-    themselves if they are fp32, else copied to them at the end. Keys outside of the hop's rectangle get zeros.
+    If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
+    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Keys outside of the hop's rectangle get
+    zeros.
     """
     if accumulate:
         yield dk, dv, True
     elif in_parts:
-        in_place = dk.dtype == torch.float32
+        in_place = dk.dtype == torch.float32 or not in_fp32
         sums = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
         yield sums[0], sums[1], True
         if not in_place:

@@ -18,6 +18,7 @@ from ringflash_kernels.hopper.backward.host import HopRectangle, hop_of, row_til
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import block_descriptor, cut
+from ringflash_kernels.hopper.forward.host import count_sms, tile_counter
 from ringflash_kernels.hopper.fp8.backward_keys import backward_keys_fp8
 from ringflash_kernels.hopper.fp8.backward_operands import (
     KeyOperands,
@@ -31,6 +32,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
+_FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
 _KEYS = Launcher(backward_keys_fp8)
 
@@ -181,9 +183,10 @@ class _Products(host.HopperBackward):
         """See `Fp8Backward.add_records`."""
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
-        # Parts of a sum, and the heads of a group that are computed apart, are added up in fp32.
-        in_parts = self.products == "fp8" or group < self.q.shape[2] // dk.shape[2]
-        with host.written(hop, dk, dv, accumulate, in_parts) as (dk, dv, adds):
+        # Heads of a group that are computed apart, and sums that leave the tensor cores in parts, are added up.
+        blocks = -(-hop.num_rows // BLOCK_Q) * group if self.products == "fp8" else 1
+        num_parts = -(-blocks // _PROMOTE) * (self.q.shape[2] // dk.shape[2] // group)
+        with host.written(hop, dk, dv, accumulate, num_parts > 1, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
 
@@ -202,6 +205,7 @@ class _Products(host.HopperBackward):
         tables = self._tables(mask, hop, dk.device, num_groups)
         heads_together = max(self._section(num_groups, hop.num_rows), tables.heads_together)
         num_tiles = -(-hop.num_keys // BLOCK_K)
+        num_works = num_tiles * num_groups
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
         keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
@@ -212,19 +216,22 @@ class _Products(host.HopperBackward):
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
         columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
         stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        # Gradients in 16 bits leave shared memory for K and V of a next tile.
+        drawn = fp8_gradients and dk.dtype != torch.float32
         _KEYS(
             (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
-            num_tiles * num_groups,
+            min(num_works, count_sms(dk.device)) if drawn else num_works,
             *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2],
+            tile_counter(dk.device) if drawn else self.clock,
             tables.begins, *self._bounds(hop), *tables.walks,
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
-            dk.shape[2], num_tiles, heads_together, num_tiles * num_groups, group,
+            dk.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
             self._lap(hop, group, tables.lap), self.clock, 1.0, 1.0,
-            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE,
+            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
             TURN_BEFORE_EXP=self.tiles.pieces == (64,), BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,

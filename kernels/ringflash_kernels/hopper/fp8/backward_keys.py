@@ -21,6 +21,7 @@ from ringflash_kernels.hopper.backward.problem import (
     interleave,
     load_in_rounds,
     receive_number,
+    send_number,
     slot_of,
 )
 from ringflash_kernels.hopper.compat import (
@@ -68,6 +69,7 @@ class Fp8KeysShared:
     dq0: gl.shared_memory_descriptor
     dq1: gl.shared_memory_descriptor
     spare: gl.shared_memory_descriptor
+    number: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
@@ -80,6 +82,7 @@ class Fp8KeysShared:
     STAGES: gl.constexpr
     FP8_GRADIENTS: gl.constexpr
     PROMOTE: gl.constexpr
+    KV_BUFFERS: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
     ACCUMULATE: gl.constexpr
@@ -112,13 +115,16 @@ def _load_rows(sm, problem, descs, batch, head, block, step):
 
 
 @gluon.jit
-def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, begins_desc):
+def _load(
+    sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, begins_desc, counter
+):
     """Producer: load K and V of each tile, then Q and dO, each twice, and their statistics block by block."""
     key_bytes: gl.constexpr = k_desc.block_type.nbytes + k8_desc.block_type.nbytes + v8_desc.block_type.nbytes
     descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
@@ -126,16 +132,19 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
         else:
             start, stop, _full_start, _full_stop = problem.blocks(key)
             first, count = 0, 0
-        full = sm.kv_full.index(0)
-        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        place, phase = slot_of(round, sm.KV_BUFFERS)
+        full = sm.kv_full.index(place)
+        mbarrier.wait(sm.kv_empty.index(place), phase ^ 1)
+        if sm.KV_BUFFERS == 2:
+            send_number(sm.number.index(place), index)
         mbarrier.expect(full, 2 * key_bytes)
         for half in gl.static_range(2):
             if sm.FP8_GRADIENTS:
-                tma_load(k_desc, [batch, kv_head, key // 128, 0, half * 64], full, sm.k0.index(half))
+                tma_load(k_desc, [batch, kv_head, key // 128, 0, half * 64], full, sm.k0.index(place * 2 + half))
             else:
-                tma_load(k_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
-            tma_load(k8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.k8.index(half))
-            tma_load(v8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.v8.index(half))
+                tma_load(k_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(place * 2 + half))
+            tma_load(k8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.k8.index(place * 2 + half))
+            tma_load(v8_desc, [batch, kv_head, key // 128, half * 64, 0], full, sm.v8.index(place * 2 + half))
         round += 1
         if start < stop:  # the block of zeros before the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
@@ -143,6 +152,17 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
         step = load_in_rounds(sm, problem, _load_rows, descs, batch, first_head, start, stop, first, count, step)
+        index += gl.num_programs(0)
+        if sm.KV_BUFFERS == 2:
+            index = gl.atomic_add(counter, 1) + gl.num_programs(0)
+    if sm.KV_BUFFERS == 2:
+        place, phase = slot_of(round, sm.KV_BUFFERS)
+        mbarrier.wait(sm.kv_empty.index(place), phase ^ 1)
+        send_number(sm.number.index(place), problem.num_works)
+        mbarrier.arrive(sm.kv_full.index(place), count=1)
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -170,14 +190,14 @@ def _second(sm, tile):
 
 
 @gluon.jit
-def _dq_mma(sm, buffer, W: gl.constexpr):
+def _dq_mma(sm, buffer, place, W: gl.constexpr):
     """Issue dQ = dS K over both consumers' keys, for the columns of consumer W."""
     N: gl.constexpr = sm.SPLIT // 2
     if sm.FP8_GRADIENTS:
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
         dq = gl.zeros([64, N], gl.float32, layout)
         for half in gl.static_range(2):
-            k = sm.k0.index(half).reshape([sm.SPLIT, 64]).slice(W * N, N, dim=0)
+            k = sm.k0.index(place * 2 + half).reshape([sm.SPLIT, 64]).slice(W * N, N, dim=0)
             dq = warpgroup_mma(sm.ds.index(buffer * 2 + half), k.permute((1, 0)), dq, use_acc=half == 1, is_async=True)
     else:
         dq = dq_mma(sm, buffer, W)
@@ -210,7 +230,23 @@ def _store_ds(sm, tile, ds):
 
 @gluon.jit
 def _step(
-    sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, scales, key, seen, masked, dq_row, W: gl.constexpr
+    sm,
+    problem,
+    dq_desc,
+    dk,
+    dv,
+    k,
+    v,
+    step,
+    block,
+    scale_ptr,
+    scales,
+    key,
+    seen,
+    masked,
+    dq_row,
+    place,
+    W: gl.constexpr,
 ):
     """Process one block of queries: P, dV, dS, dK of this block, and dQ of the previous one, at `dq_row`.
 
@@ -266,7 +302,7 @@ def _step(
     mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p_operand, _second(sm, sm.dout1.index(slot)), dv, is_async=True)
-    dq = _dq_mma(sm, last, W)
+    dq = _dq_mma(sm, last, place, W)
 
     # dS = P (dP - delta), dK += dS^T Q
     ds = p * (dp * scales[1] - delta)
@@ -287,11 +323,11 @@ def _step(
 
 
 @gluon.jit
-def _last_dq(sm, dq_desc, step, dq_row, scale, W: gl.constexpr):
+def _last_dq(sm, dq_desc, step, dq_row, scale, place, W: gl.constexpr):
     """Compute and add dQ of a tile's last block, whose step is `step` - 1."""
     last, parity = slot_of(step - 1, 2)
     mbarrier.wait(sm.ds_full.index(last), parity)
-    dq = _dq_mma(sm, last, W)
+    dq = _dq_mma(sm, last, place, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     tma_store_wait(0)
     staged = _stage_dq(sm, dq, scale, W)
@@ -304,7 +340,7 @@ def _stage(sm, desc, x, which: gl.constexpr, W: gl.constexpr):
     N: gl.constexpr = x.shape[1]
     memory = sm.spare.index(W) if which else dq_staging(sm, W)
     staged = reinterpret(memory, desc.dtype, [1, 1, 64, N], desc.layout)
-    tma_store_wait(1 if sm.FP8_GRADIENTS else 0)
+    tma_store_wait(1 if sm.FP8_GRADIENTS and sm.KV_BUFFERS == 1 else 0)
     staged.reshape([64, N]).store(x.to(desc.dtype))
     fence_async_shared()
     return staged
@@ -318,13 +354,17 @@ def _write(sm, desc, x, coord, W: gl.constexpr):
         left, right = halves(x, D)
         for half in gl.static_range(2):
             staged = _stage(sm, desc, right if half else left, half, W)
-            at = [coord[0], coord[1], coord[2], half * (D // 2)]
-            if sm.ACCUMULATE:
-                tma_reduce_add(desc, at, staged)
-            else:
-                tma_store(desc, at, staged)
+            _send(sm, desc, [coord[0], coord[1], coord[2], half * (D // 2)], staged)
     else:
-        tma_store(desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W))
+        _send(sm, desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W))
+
+
+@gluon.jit
+def _send(sm, desc, at, staged):
+    if sm.ACCUMULATE:
+        tma_reduce_add(desc, at, staged)
+    else:
+        tma_store(desc, at, staged)
 
 
 @gluon.jit
@@ -346,7 +386,12 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     round = 0
     if W == 1:
         pass_turn(step, W)
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    if sm.KV_BUFFERS == 2:
+        mbarrier.wait(sm.kv_full.index(0), 0)
+        index = receive_number(sm.number.index(0))
+    else:
+        index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             _first, _count, stop = problem.walk(index)
@@ -358,7 +403,9 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
         coord = [batch, kv_head, key + W * 64]
         dk = gl.zeros([64, C], gl.float32, layout)
         dv = gl.zeros([64, C], gl.float32, layout)
-        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        place, phase = slot_of(round, sm.KV_BUFFERS)
+        if sm.KV_BUFFERS == 1:
+            mbarrier.wait(sm.kv_full.index(place), phase)
         if start < stop:
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_full.index(slot), parity)
@@ -368,11 +415,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
             step += 1
             if sm.KV_IN_REGISTERS:  # less shared memory is read
-                k = sm.k8.index(W).reshape([64, C]).load(operand)
-                v = sm.v8.index(W).reshape([64, C]).load(operand)
+                k = sm.k8.index(place * 2 + W).reshape([64, C]).load(operand)
+                v = sm.v8.index(place * 2 + W).reshape([64, C]).load(operand)
             else:
-                k = sm.k8.index(W).reshape([64, C])
-                v = sm.v8.index(W).reshape([64, C])
+                k = sm.k8.index(place * 2 + W).reshape([64, C])
+                v = sm.v8.index(place * 2 + W).reshape([64, C])
             if problem.BOUNDS:  # read once a tile: in the loop the addresses would take more registers
                 seen = problem.rows_seeing(key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout)))
             else:
@@ -389,7 +436,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     mbarrier.wait(sm.q_full.index(slot), parity)
                     block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS:
+                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
                         if kept == sm.PROMOTE:
                             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
                             dk = gl.zeros([64, C], gl.float32, layout)
@@ -402,7 +449,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                         masked = (block < full_start) | (block >= full_stop)
                     dk, dv, block = _step(
                         sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, of_tile, key, seen, masked,
-                        dq_row, W,
+                        dq_row, place, W,
                     )  # fmt: skip
                     step += 1
                     dq_row = head_row + block * 64
@@ -410,12 +457,18 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                         block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
                 scale_ptr += scales.q_blocks
-            _last_dq(sm, dq_desc, step, dq_row, of_tile[3], W)
+            _last_dq(sm, dq_desc, step, dq_row, of_tile[3], place, W)
         if (not sm.ACCUMULATE) | (start < stop):
             _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
             tma_store_wait(0)
-        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        mbarrier.arrive(sm.kv_empty.index(place), count=1)
         round += 1
+        if sm.KV_BUFFERS == 2:
+            place, phase = slot_of(round, sm.KV_BUFFERS)
+            mbarrier.wait(sm.kv_full.index(place), phase)
+            index = receive_number(sm.number.index(place))
+        else:
+            index += gl.num_programs(0)
     if W == 0:
         take_turn(step, W)  # no barrier is left half full
 
@@ -432,7 +485,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter",
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
@@ -440,30 +493,27 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 )  # fmt: skip
 def backward_keys_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k_desc, k8_desc, v8_desc, stats_desc, dq_desc, dk_desc, dv_desc,
-    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
+    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, counter,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
-    STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
-    TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_BUFFERS: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr,
+    BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
-    Add to dK and dV, which are fp32, or without ACCUMULATE overwrite them: then one CTA has all heads of a group and
-    FP8_GRADIENTS is False, because sums that leave the tensor cores in parts are added up in dK and dV.
+    Add to dK and dV, or without ACCUMULATE overwrite them: then one CTA has all heads of a group, and with
+    FP8_GRADIENTS at most PROMOTE blocks, because sums that leave the tensor cores in parts are added up in dK and dV.
+    With two KV_BUFFERS, CTAs draw their tiles from `counter`, two int32 zeros, which are zeros again afterwards.
     """
     D: gl.constexpr = k8_desc.block_type.shape[4]
     e4m3: gl.constexpr = k8_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], k_desc.dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
-    mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(kv_empty.index(0), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -474,12 +524,18 @@ def backward_keys_fp8(
         begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
     else:
         begins = begin
-    k0 = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
-    if FP8_GRADIENTS:
+    if FP8_GRADIENTS and KV_BUFFERS == 1:
         spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     else:
         spare = dq
+    k0 = gl.allocate_shared_memory(k_desc.dtype, [2 * KV_BUFFERS] + k_desc.block_type.shape, k_desc.layout)
+    number = gl.allocate_shared_memory(gl.int32, [KV_BUFFERS, 1], NUMBER)
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], barrier)
+    for i in gl.static_range(KV_BUFFERS):
+        mbarrier.init(kv_full.index(i), count=1)
+        mbarrier.init(kv_empty.index(i), count=2)
     sm = Fp8KeysShared(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 64, D], q0_desc.layout),
         gl.allocate_shared_memory(q1_desc.dtype, [STAGES] + q1_desc.block_type.shape, q1_desc.layout),
@@ -487,13 +543,13 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(dout1_desc.dtype, [STAGES] + dout1_desc.block_type.shape, dout1_desc.layout),
         k0,
         k0,
-        gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], k8_desc.layout),
-        gl.allocate_shared_memory(e4m3, [2, 1, 1, 1, 64, D], v8_desc.layout),
+        gl.allocate_shared_memory(e4m3, [2 * KV_BUFFERS, 1, 1, 1, 64, D], k8_desc.layout),
+        gl.allocate_shared_memory(e4m3, [2 * KV_BUFFERS, 1, 1, 1, 64, D], v8_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
-        dq.index(0), dq.index(1), spare,
+        dq.index(0), dq.index(1), spare, number,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
@@ -523,6 +579,7 @@ def backward_keys_fp8(
                     v8_desc,
                     stats_desc,
                     begins_desc,
+                    counter,
                 ),
             ),
         ],

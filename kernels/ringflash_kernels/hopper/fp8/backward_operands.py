@@ -20,17 +20,24 @@ then 2^-9, and below 2^-18 both are the square root. A row of a million equal ke
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 import triton
 import triton.language as tl
 
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, SMALLEST_FACTOR, TAIL_BYTES, rotate_back
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, SMALLEST_FACTOR, TAIL_BYTES
+from ringflash_kernels.hopper.compat import gl, gluon
+from ringflash_kernels.hopper.fp8.quantise import (
+    SIGNS,
+    adjacent_layout,
+    butterfly,
+    distant_layout,
+    rows_of,
+    signed,
+)
 from ringflash_kernels.hopper.launcher import Launcher
 
-_BLOCKS = 4  # blocks of 64 rows for which `_rotate_back` loads its matrix once
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
 
 
@@ -185,38 +192,51 @@ def _key_operands(
         tl.store(k_ptr + to, k.to(tl.bfloat16))
 
 
-@triton.jit
+@gluon.jit
 def _rotate_back(
-    x_ptr, matrix_ptr, factor_ptr, out_ptr, scale, seqlen, padded, num_heads, num_programs,
-    x_batch, x_row, x_head, out_batch, out_row, out_head,
-    D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
+    x, factor, out, scale, seqlen, padded, num_heads, num_blocks, x_b, x_s, x_h, out_b, out_s, out_h,
+    D: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_FACTOR: gl.constexpr,
+    ACCUMULATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(0) % (D // COLUMNS) * COLUMNS
-    first = tl.program_id(0) // (D // COLUMNS) % num_programs * BLOCKS
-    batch_head = (tl.program_id(0) // (D // COLUMNS * num_programs)).to(tl.int64)
-    batch, head = batch_head // num_heads, batch_head % num_heads
-    column, out_column = tl.arange(0, D), part + tl.arange(0, COLUMNS)
-    matrix = tl.load(matrix_ptr + column[:, None] * D + out_column[None, :])
-    for i in range(BLOCKS):
-        row = ((first + i) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        inside = (row < seqlen)[:, None]
-        x_at = x_ptr + batch * x_batch + row[:, None] * x_row + head * x_head + column[None, :]
-        x = tl.load(x_at, mask=inside, other=0.0)
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        y = (tl.dot(high, matrix) + tl.dot(low, matrix)) * scale
-        if HAS_FACTOR:
-            y *= tl.load(factor_ptr + batch_head * padded + row, mask=row < seqlen, other=0.0)[:, None]
-        out_at = out_ptr + batch * out_batch + row[:, None] * out_row + head * out_head + out_column[None, :]
-        if ACCUMULATE:
-            y += tl.load(out_at, mask=inside, other=0.0)
-        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=inside)
+    ADJACENT: gl.constexpr = max(4, D // 32)
+    to: gl.constexpr = adjacent_layout(ROWS, D, WARPS, 8)
+    head = gl.program_id(0) % num_heads
+    block = gl.program_id(0) // num_heads % num_blocks
+    batch = gl.program_id(0) // num_heads // num_blocks
+    y, _ = rows_of(x, x_b, x_s, x_h, batch, block, head, seqlen, ROWS, D, adjacent_layout(ROWS, D, WARPS, ADJACENT))
+    y = butterfly(butterfly(y, 1), 2)
+    if ADJACENT == 8:
+        y = butterfly(y, 4)
+    y = gl.convert_layout(y, distant_layout(ROWS, D, WARPS, ADJACENT))
+    if ADJACENT == 4:
+        y = butterfly(y, 4)
+    y = butterfly(butterfly(butterfly(y, 8), 16), 32)
+    if D >= 128:
+        y = butterfly(y, 64)
+    if D == 256:
+        y = butterfly(y, 128)
+    if INTERLEAVED:  # columns (j, t, e) of each 32 are (t, j, e)
+        y = y.reshape([ROWS, D // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, D])
+    y = gl.convert_layout(y, to)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, to))
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, to))
+    y = signed(y * scale, column, SIGNS)
+    if HAS_FACTOR:
+        of_head = factor + (batch * num_heads + head).to(gl.int64) * padded
+        y *= gl.load(of_head + row, mask=row < seqlen, other=0.0)[:, None]
+    at = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h + row[:, None].to(gl.int64) * out_s
+    at += column[None, :]
+    inside = (row < seqlen)[:, None] & (column < D)[None, :]
+    if ACCUMULATE:
+        y += gl.load(at, mask=inside, other=0.0).to(gl.float32)
+    gl.store(at, y.to(out.dtype.element_ty), mask=inside)
 
 
-_STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
-    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _key_operands, _rotate_back)
+_STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS = (
+    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _key_operands)
 )
+_WARPS = {64: 4, 128: 4, 256: 8}  # of a program of `_rotate_back`
+_ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
 
 
 def statistics(
@@ -335,20 +355,11 @@ def add_rotated_back(
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
-    num_programs, columns = -(-seqlen // (_BLOCKS * BLOCK_Q)), min(head_dim, 128)
+    num_blocks, warps = -(-seqlen // BLOCK_Q), _WARPS[head_dim]
     given = x if factor is None else factor
-    _ROTATE_BACK(
-        (head_dim, factor is None, accumulate), head_dim // columns * num_programs * batch * num_heads,
-        x, _matrix(head_dim, interleaved, x.device), given, out, scale, seqlen, given.shape[1], num_heads, num_programs,
-        *x.stride()[:3], *out.stride()[:3], D=head_dim, COLUMNS=columns, ROWS=BLOCK_Q, BLOCKS=_BLOCKS,
-        HAS_FACTOR=factor is not None, ACCUMULATE=accumulate,
+    _ROTATE_BACK[warps](
+        (head_dim, factor is None, interleaved, accumulate), num_blocks * num_heads * batch,
+        x, given, out, scale, seqlen, given.shape[1], num_heads, num_blocks, *x.stride()[:3], *out.stride()[:3],
+        D=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, INTERLEAVED=interleaved, HAS_FACTOR=factor is not None,
+        ACCUMULATE=accumulate, WARPS=warps,
     )  # fmt: skip
-
-
-@functools.cache
-def _matrix(head_dim: int, interleaved: bool, device: torch.device) -> torch.Tensor:
-    """Return the matrix of head_dim * rotate_back, +1 and -1: (head_dim, head_dim), bf16."""
-    matrix = rotate_back(torch.eye(head_dim)) * head_dim
-    if interleaved:  # columns (j, t, e) of each 32 as (t, j, e)
-        matrix = matrix.unflatten(0, (-1, 4, 4, 2)).transpose(1, 2).flatten(0, 3)
-    return matrix.to(device, torch.bfloat16)

@@ -649,10 +649,10 @@ def forward(
     check_state(softmax_scale, out, lse, acc)
     q8 = rows.values
     first, stop = mask.q_span
-    write_unseen_rows(out, lse, acc, slice(0, first))
-    write_unseen_rows(out, lse, acc, slice(stop, q8.shape[1]))
-    if row_max is not None and acc is None:
-        row_max[..., :first] = row_max[..., stop:] = -math.inf
+    for unseen in (slice(0, first), slice(stop, q8.shape[1])):
+        write_unseen_rows(out, lse, acc, unseen)
+        if row_max is not None and acc is None and unseen.start < unseen.stop:
+            row_max[..., unseen] = -math.inf
     if first < stop:
         with device_guard(q8.device):
             launch = build_launch(rows, records, mask, softmax_scale, out=out, lse=lse, acc=acc, row_max=row_max,

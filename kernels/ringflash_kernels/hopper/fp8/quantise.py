@@ -1,7 +1,7 @@
 """Rounding to e4m3 on the GPU, bitwise equal to `fp8_reference`; each call is one launch.
 
-A program takes one block of rows of one head. It rotates them in registers (columns 1, 2, 4, 8 apart within a thread,
-then the others after a change of layout), finds the largest finite value, and rounds.
+A program takes one block of rows of one head. It rotates them in registers (columns 1, 2 and 4 apart within a thread,
+then the others after a change of layout), finds the largest finite value, and rounds. Warps read and write whole rows.
 """
 
 from __future__ import annotations
@@ -24,39 +24,52 @@ from ringflash_kernels.hopper.launcher import Launcher
 
 _SMALLEST = gl.constexpr(127 + SMALLEST_EXPONENT)
 _NUM_TAIL = gl.constexpr(TAIL_BYTES // 4)
-_SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
+SIGNS = tuple(word - (word >> 31 << 32) for word in sign_bits())  # as int32
 
 
 @gluon.constexpr_function
-def _columns_layout(head_dim, num_warps):
-    """Return the layout with 16 columns per thread, for reading and writing global memory."""
-    lanes = head_dim // 16
-    return gl.BlockedLayout([1, 16], [32 // lanes, lanes], [num_warps, 1], [1, 0])
+def _bits(start, stop):
+    """Return the powers of two from `start` on, below `stop`."""
+    return [1 << i for i in range(start.bit_length() - 1, stop.bit_length() - 1)]
 
 
 @gluon.constexpr_function
-def _groups_layout(head_dim, num_warps):
-    """Return the layout with one column of each 16 per thread, for (rows, groups of 16, 16 columns)."""
-    groups = head_dim // 16
-    return gl.BlockedLayout([1, groups, 16 // groups], [32 // groups, 1, groups], [num_warps, 1, 1], [2, 1, 0])
+def _rows_layout(rows, columns, num_warps, of_thread, of_lanes):
+    """Return the layout of (rows, columns) in which a warp has adjacent rows.
+
+    Args:
+        of_thread: distances of the columns of a thread.
+        of_lanes: distances of the columns of different lanes.
+    """
+    of_warp, in_lanes = rows // num_warps, 32 >> len(of_lanes)
+    registers = [[0, column] for column in of_thread] + [[row, 0] for row in _bits(in_lanes, of_warp)]
+    lanes = [[0, column] for column in of_lanes] + [[row, 0] for row in _bits(1, in_lanes)]
+    return gl.DistributedLinearLayout(registers, lanes, [[row, 0] for row in _bits(of_warp, rows)], [], [rows, columns])
 
 
 @gluon.constexpr_function
-def _keys_layout(head_dim, num_warps):
-    """Return the layout with 8 columns of 8 or 16 keys per thread, which are adjacent in KEY_ORDER."""
-    keys = [[1, 0], [8, 0], [2, 0], [4, 0], [16, 0], [32, 0], [64, 0]]  # by bits of the position in the record
-    held = 3 if head_dim == 16 * num_warps else 4
-    registers = [[0, 1], [0, 2], [0, 4]] + keys[:held]
-    lanes = keys[held:] + [[0, 8 << i] for i in range(held - 2)]
-    warps = [[0, head_dim // num_warps << i] for i in range(num_warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, head_dim])
+def adjacent_layout(rows, columns, num_warps, num_adjacent):
+    """Return the layout with adjacent columns in a thread, for global memory."""
+    return _rows_layout(rows, columns, num_warps, _bits(1, num_adjacent), _bits(num_adjacent, columns))
 
 
 @gluon.constexpr_function
-def _positions_layout(head_dim, num_warps):
-    """Return the layout with the same values per thread, for (columns, keys)."""
-    keys = 8 if head_dim == 16 * num_warps else 16
-    return gl.BlockedLayout([8, keys], [keys // 4, 128 // keys], [num_warps, 1], [1, 0])
+def distant_layout(rows, columns, num_warps, distance):
+    """Return the layout in which a thread has columns `distance` apart, and as many adjacent ones as it can hold."""
+    held = rows // num_warps * distance // 32  # adjacent columns if the thread has one row
+    held = min(distance, max(held, 1))
+    return _rows_layout(rows, columns, num_warps, _bits(1, held) + _bits(distance, columns), _bits(held, distance))
+
+
+@gluon.constexpr_function
+def _keys_layout(columns, num_warps):
+    """Return the layout with 8 adjacent columns of 4 keys in a thread, which are adjacent in KEY_ORDER."""
+    others = [2, 4, 16, 32, 64]
+    in_lanes, in_warps = 8 - columns.bit_length() + 1, num_warps.bit_length() - 1
+    registers = [[0, 1], [0, 2], [0, 4], [1, 0], [8, 0]] + [[key, 0] for key in others[in_lanes + in_warps :]]
+    lanes = [[0, column] for column in _bits(8, columns)] + [[key, 0] for key in others[:in_lanes]]
+    warps = [[key, 0] for key in others[in_lanes : in_lanes + in_warps]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [128, columns])
 
 
 @gluon.jit
@@ -80,29 +93,36 @@ def signed(x, columns, SIGNS: gl.constexpr):
 
 @gluon.jit
 def rotated(x, columns, SIGNS: gl.constexpr, WARPS: gl.constexpr):
-    """Return the rows of x, rotated as by `fp8_reference.rotate`, in another layout."""
+    """Return the rows of x, rotated as by `fp8_reference.rotate`, in another layout, and the largest absolute value."""
     ROWS: gl.constexpr = x.shape[0]
     COLUMNS: gl.constexpr = x.shape[1]
-    GROUPS: gl.constexpr = COLUMNS // 16
+    HALF: gl.constexpr = COLUMNS // 2
     x = signed(x, columns, SIGNS)
-    x = butterfly(butterfly(butterfly(butterfly(x, 1), 2), 4), 8)
-    x = gl.convert_layout(x.reshape([ROWS, GROUPS, 16]), _groups_layout(COLUMNS, WARPS)).reshape([ROWS, COLUMNS])
-    x = butterfly(butterfly(x, 16), 32)
+    x = butterfly(butterfly(butterfly(x, 1), 2), 4)
+    x = gl.convert_layout(x, distant_layout(ROWS, COLUMNS, WARPS, 8))
+    x = butterfly(butterfly(x, 8), 16)
     if COLUMNS >= 128:
-        x = butterfly(x, 64)
+        x = butterfly(x, 32)
     if COLUMNS == 256:
-        x = butterfly(x, 128)
-    return x
+        x = butterfly(x, 64)
+    low, high = x.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
+    largest = largest_of(gl.abs(low) + gl.abs(high))  # the larger of |low + high| and |low - high|, also when rounded
+    x = gl.join(low + high, low - high).permute([0, 2, 1]).reshape([ROWS, COLUMNS])
+    return x, largest
 
 
 @gluon.jit
-def with_exponent(x):
+def largest_of(x):
+    """Return the largest |x| that is not NaN, or 0."""
+    return gl.maximum(gl.max(gl.max(gl.abs(x), 1), 0), 0.0)  # 0 if all are NaN
+
+
+@gluon.jit
+def with_exponent(x, largest):
     """Return x with NaN for infinity, and the biased exponent of the power of two that scales the rest to e4m3."""
-    largest = gl.max(gl.max(gl.abs(x), 1), 0)  # ignores NaN
     if largest == float("inf"):
         x = gl.where(gl.abs(x) < float("inf"), x, float("nan"))
-        largest = gl.max(gl.max(gl.abs(x), 1), 0)
-    largest = gl.maximum(largest, 0.0)  # if all are NaN
+        largest = largest_of(x)
     return x, gl.maximum(((largest.to(gl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, _SMALLEST)
 
 
@@ -140,23 +160,26 @@ def quantise_rows(
 
     LARGEST: store the largest finite value before the rotation, too.
     """
-    layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
+    layout: gl.constexpr = adjacent_layout(ROWS, COLUMNS, WARPS, 8)
     head = gl.program_id(0) % num_heads
     block = gl.program_id(0) // num_heads % num_blocks
     batch = gl.program_id(0) // num_heads // num_blocks
     q, column = rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS, COLUMNS, layout)
     if LARGEST:
-        size = gl.abs(q)
-        found = gl.max(gl.max(gl.where(size < float("inf"), size, 0.0), 1), 0)
+        found = largest_of(q)
+        if found == float("inf"):
+            found = largest_of(gl.where(gl.abs(q) < float("inf"), q, 0.0))
         gl.store(largest + (batch * num_heads + head) * num_blocks + block, found)
-    q = rotated(q, column, SIGNS, WARPS)
-    q, biased = with_exponent(q)
-    q = gl.convert_layout(rounded(q, biased), layout)
+    q, found = rotated(q, column, SIGNS, WARPS)
+    q, biased = with_exponent(q, found)
+    to: gl.constexpr = layout if DEQUANTISED else adjacent_layout(ROWS, COLUMNS, WARPS, 16)
+    q = gl.convert_layout(rounded(q, biased), to)
     if DEQUANTISED:
         q = (q.to(gl.float32) * power_of_two(biased)).to(gl.bfloat16)
     else:
         gl.store(scales + (batch * num_heads + head) * num_blocks + block, power_of_two(biased))
-    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, to))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, to))
     at = values + batch.to(gl.int64) * value_b + head.to(gl.int64) * value_h
     inside = (row < seqlen)[:, None] & (column < COLUMNS)[None, :]
     gl.store(at + row[:, None].to(gl.int64) * value_s + column[None, :], q, mask=inside)
@@ -178,23 +201,24 @@ def store_tail(tail, biased, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def quantise_keys(record, tail, k, column, SIGNS: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr):
+def quantise_keys(record, tail, k, column, SIGNS: gl.constexpr, WARPS: gl.constexpr):
     """Store the first tile of a record, and its scale."""
     COLUMNS: gl.constexpr = k.shape[1]
-    k = rotated(k, column, SIGNS, WARPS)
-    k, biased = with_exponent(k)
+    k, largest = rotated(k, column, SIGNS, WARPS)
+    k, biased = with_exponent(k, largest)
     gl.store(tail, power_of_two(biased))
+    layout: gl.constexpr = adjacent_layout(k.shape[0], COLUMNS, WARPS, 16)
     store_tile(record, gl.convert_layout(rounded(k, biased), layout), k.shape[0], COLUMNS, layout)
 
 
 @gluon.jit
 def transposed(v, WARPS: gl.constexpr):
-    """Return v as (columns, keys) with each 16 keys in KEY_ORDER; a thread has all 16."""
+    """Return v as (columns, keys) with each 16 keys in KEY_ORDER."""
     KEYS: gl.constexpr = v.shape[0]
     COLUMNS: gl.constexpr = v.shape[1]
-    layout: gl.constexpr = _positions_layout(COLUMNS, WARPS)
+    layout: gl.constexpr = adjacent_layout(COLUMNS, KEYS, WARPS, 16)
     v = v.reshape([KEYS // 16, 2, 4, 2, COLUMNS]).permute([4, 0, 2, 1, 3]).reshape([COLUMNS, KEYS])
-    return gl.convert_layout(v, layout, assert_trivial=True)
+    return gl.convert_layout(v, layout)
 
 
 @gluon.jit
@@ -204,7 +228,7 @@ def quantise_records(
     WARPS: gl.constexpr,
 ):  # fmt: skip
     """Quantise k (even programs) or v (odd programs) of one record; NUMBERED: `numbers` says where it is stored."""
-    layout: gl.constexpr = _columns_layout(COLUMNS, WARPS)
+    layout: gl.constexpr = adjacent_layout(KEYS, COLUMNS, WARPS, 8)
     index = gl.program_id(0) // 2
     head = index % num_heads
     block = index // num_heads % num_blocks
@@ -214,23 +238,27 @@ def quantise_records(
     tail = tails + number * (KEYS * COLUMNS // 2 + _NUM_TAIL)
     if gl.program_id(0) % 2 == 0:
         keys, column = rows_of(k, k_b, k_s, k_h, batch, block, head, seqlen, KEYS, COLUMNS, layout)
-        quantise_keys(record, tail, keys, column, SIGNS, WARPS, layout)
+        quantise_keys(record, tail, keys, column, SIGNS, WARPS)
     else:
         v_layout: gl.constexpr = _keys_layout(COLUMNS, WARPS) if TRANSPOSED else layout
         values, _ = rows_of(v, v_b, v_s, v_h, batch, block, head, seqlen, KEYS, COLUMNS, v_layout)
-        values, biased = with_exponent(values)
+        values, biased = with_exponent(values, largest_of(values))
         store_tail(tail, biased, WARPS)
         values = rounded(values, biased)
         record += KEYS * COLUMNS
         if TRANSPOSED:
-            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, _positions_layout(COLUMNS, WARPS))
+            store_tile(record, transposed(values, WARPS), COLUMNS, KEYS, adjacent_layout(COLUMNS, KEYS, WARPS, 16))
         else:
-            store_tile(record, values, KEYS, COLUMNS, layout)
+            to: gl.constexpr = adjacent_layout(KEYS, COLUMNS, WARPS, 16)
+            store_tile(record, gl.convert_layout(values, to), KEYS, COLUMNS, to)
 
 
-_WARPS = {64: 4, 128: 4, 256: 8}  # warps of a program; 8 at head_dim 128 took 1.4 times as long for k and v
-_ROWS = {warps: Launcher(quantise_rows, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
-_RECORDS = {warps: Launcher(quantise_records, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
+_WARPS = {64: 4, 128: 4, 256: 8}  # warps of a program for q, and for k and v
+_KEY_WARPS = {64: 4, 128: 8, 256: 8}
+_ROWS, _RECORDS = (
+    {warps: Launcher(kernel, specialised=True, num_warps=warps) for warps in (4, 8)}
+    for kernel in (quantise_rows, quantise_records)
+)
 
 
 def quantise_q(q: torch.Tensor) -> Rows:
@@ -279,7 +307,7 @@ def _quantise_rows(
             (head_dim, dequantised, largest is None), num_blocks * num_heads * batch,
             q, values, values if scales is None else scales, values if largest is None else largest, seqlen, num_heads,
             num_blocks, *q.stride()[:3], *values.stride()[:3],
-            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=_SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
+            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
             WARPS=warps,
         )  # fmt: skip
 
@@ -305,13 +333,13 @@ def quantise_kv(
         out = torch.empty(batch, num_blocks, num_heads, record_bytes(head_dim), dtype=torch.uint8, device=k.device)
     assert out.is_contiguous() and (numbers is None or numbers.is_contiguous())  # the kernel gets no strides of them
     values, tails = out.view(E4M3), out.view(torch.float32)[..., -TAIL_BYTES // 4 :]
-    warps, numbered = _WARPS[head_dim], numbers is not None
+    warps, numbered = _KEY_WARPS[head_dim], numbers is not None
     with device_guard(k.device):
         _RECORDS[warps](
             (head_dim, for_backward, numbered), 2 * num_blocks * num_heads * batch,
             k, v, values, tails, values if numbers is None else numbers, seqlen, num_heads, num_blocks,
             *k.stride()[:3], *v.stride()[:3],
-            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=_SIGNS, TRANSPOSED=not for_backward, NUMBERED=numbered, WARPS=warps,
+            COLUMNS=head_dim, KEYS=BLOCK_K, SIGNS=SIGNS, TRANSPOSED=not for_backward, NUMBERED=numbered, WARPS=warps,
         )  # fmt: skip
     return out
 

@@ -1,0 +1,22 @@
+"""The recipes' model with values drawn from a seed, for tests that use it without a Lightning trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringflash.huggingface import CausalLMWithLoss
+from ringflash.huggingface.weights import draw_weights
+from ringflash.lightning.module import empty_model
+from ringflash.memory import Memory
+
+
+def build_model(
+    config: dict[str, Any], group: dist.ProcessGroup | None, seed: int, memory: Memory | None = None
+) -> CausalLMWithLoss:
+    """Build the model of `CausalLM` on the CPU."""
+    model = empty_model(config, group, memory or Memory())
+    draw_weights(model.model, torch.device("cpu"), seed)
+    return model
