@@ -18,7 +18,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 bounds deterministic": 1,
         "backward_keys hd96 bfloat16 ends": 2,
         "backward_keys hd96 bfloat16 ends window": 2,
-        "backward_keys hd96 bfloat16 ends window store": 4,
+        "backward_keys hd96 bfloat16 ends window in parts": 4,
         "backward_keys hd96 bfloat16 ends down": 1,
         "backward_keys hd128 bfloat16 ends down": 1,
         "backward_keys hd128 bfloat16 ends window": 1,

@@ -83,7 +83,9 @@ def test_near_tiles_are_launched_together() -> None:
     near, longest = (walks(mask.transposed(), torch.device("cpu"), (0, 880), 64, 32, near=x) for x in (True, False))
     assert near.tiles[:, 0].tolist() == [*range(4, 13), *range(4), 13]  # 4 is of both trees
     assert sorted(near.tiles.tolist()) == sorted(longest.tiles.tolist())
-    assert near.longest == int(longest.tiles[0, 3]) and near.blocks == int(longest.tiles[:, 3].sum())
+    blocks = longest.tiles[:, 3]
+    assert near.longest == int(blocks[0]) and near.blocks == int(blocks.sum())
+    assert near.mean == int((blocks**2).sum()) // near.blocks and near.of_long == 0
 
 
 def test_masked_blocks_are_few() -> None:
