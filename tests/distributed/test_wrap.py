@@ -641,7 +641,7 @@ def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 @on_ranks(4)
 def test_fsdp_over_data_ranks_only_is_refused(ctx: Context, version: int) -> None:
-    """Of two rings, whose ranks each have shards of their own; with FSDP2 no parameter is in the outermost unit."""
+    """Two rings, whose ranks each have shards of their own; with FSDP2 no parameter is in the outermost unit."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), mesh["ring"])
     around: nn.Module = model

@@ -124,7 +124,7 @@ def test_broken_promise_of_only_dq():
     ids=str,
 )
 def test_short_heads_run_few_at_a_time(seqlen, group, deterministic, expected):
-    """Of 64, at head_dim 128: with more of them, dQ would not stay in L2. Longer heads and groups run as before."""
+    """Heads together, of 64 at head_dim 128: with more of them, dQ of short ones would not stay in L2."""
     q = torch.zeros(1, 64, 4, 128, dtype=torch.bfloat16)
     module, lse = Emulator().load("backward.host"), torch.zeros(1, 4, 64)
     run = module.HopperBackward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
