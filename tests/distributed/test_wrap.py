@@ -579,6 +579,38 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
         ringflash.check_wrapped(model, run)
 
 
+class Pooled(own.Model):
+    """Returns a result for each sequence, of its last token, its mean, or its last token wherever that is."""
+
+    how = "mean"
+    group: Any = None
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = super().forward(tokens, positions)
+        whole = tokens.shape[1] == own.LENGTH
+        if self.how == "gathered":
+            x = ringflash.unshard_sequence(x, None if whole else self.group)
+        return x.mean(1) if self.how == "mean" else x[:, -1]
+
+
+@pytest.mark.parametrize("how", ["mean", "gathered", "last"])
+@on_ranks(2)
+def test_check_compares_results_of_a_sequence(ctx: Context, how: str) -> None:
+    model = own.build(Pooled, is_causal=True)
+    model.how, model.group = how, ctx.group
+    ringflash.wrap_attention(model, ctx.group)
+
+    def run(group: dist.ProcessGroup | None) -> None:
+        positions = ringflash.shard_sequence(torch.arange(own.LENGTH)[None], group)[0]
+        model(ringflash.shard_sequence(own.tokens(), group), positions)
+
+    if how != "last":
+        ringflash.check_wrapped(model, run)
+        return
+    with pytest.raises(ValueError, match="Pooled must return what it returns for the whole sequence on every rank, or"):
+        ringflash.check_wrapped(model, run)
+
+
 @on_ranks(2)
 def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
     """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks; also copies of shards."""
