@@ -4,9 +4,12 @@
 
 A step is forward, backward and the reduction of gradients, by Megatron's own schedule and DistributedDataParallel. Its
 local attention keeps a score for each pair of tokens and cannot shard a sequence, so it runs up to --own tokens, on
-one GPU; every GPU then runs the same sequence. Each way has the same weights and data. Losses and gradients are
-compared with the first way of their length: `error` is the largest relative error of a gradient in norm. Each length is
-also run packed, with documents in the format "thd". Seconds are the median over steps of the slowest rank.
+one GPU; every GPU then runs the same sequence. With --engine, the same layers also run with the attention of
+Transformer Engine as their core attention, on one GPU and by its own context parallelism; with --impl
+transformer_engine, its linear layers and norms are used in every way. Each way has the same weights and data. Losses
+and gradients are compared with the first way of their length: `error` is the largest relative error of a gradient in
+norm. Each length is also run packed, with documents in the format "thd". Seconds are the median over steps of the
+slowest rank.
 """
 
 from __future__ import annotations
@@ -34,7 +37,10 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -55,6 +61,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--backend", default="nccl")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--engine", action="store_true", help="also by the attention of Transformer Engine")
+    parser.add_argument("--impl", default="local", choices=["local", "transformer_engine"], help="of all other layers")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dist.init_process_group(options.backend)
@@ -63,9 +71,10 @@ def main() -> None:
     rows = []
     for length in map(int, options.lengths.split(",")):
         for packed in (False, True):
-            ways = ["own"] if length <= options.own and not packed else []
+            ways = ["own"] if length <= options.own and not packed and options.impl == "local" else []
+            engine = ["engine one", "engine ring"] if options.engine else []
             first: dict[str, Any] | None = None
-            for way in (*ways, "one", "ring"):
+            for way in (*ways, "one", "ring", *engine):
                 got = run(options, length, way, packed)
                 first = first or got
                 row = {"tokens": length, "packed": packed, "way": way, **compared(got, first)}
@@ -79,7 +88,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace, length: int, way: str, packed: bool) -> dict[str, Any]:
     """Return seconds, memory, loss and gradients of a step."""
-    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size() if way == "ring" else 1)
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size() if "ring" in way else 1)
     torch.manual_seed(0)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     model = build(options, length, way)
@@ -117,7 +126,7 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
     heads, dtype = options.hidden // 128, getattr(torch, options.dtype)
     config = TransformerConfig(
         num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=heads,
-        num_query_groups=max(1, heads // 4), ffn_hidden_size=3 * options.hidden, transformer_impl="local",
+        num_query_groups=max(1, heads // 4), ffn_hidden_size=3 * options.hidden, transformer_impl=options.impl,
         context_parallel_size=parallel_state.get_context_parallel_world_size(), calculate_per_token_loss=True,
         attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, bias_activation_fusion=False,
@@ -125,11 +134,25 @@ def build(options: argparse.Namespace, length: int, way: str) -> DistributedData
         apply_rope_fusion=False, bf16=dtype is torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
     )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm") if way == "own" else layer_spec, vocab_size=VOCAB,
-        max_sequence_length=length, position_embedding_type="rope",
-    )  # fmt: skip
+        config, spec_of(way, options.impl), vocab_size=VOCAB, max_sequence_length=length, position_embedding_type="rope"
+    )
     config.finalize_model_grads_func = finalize_model_grads
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.cuda())
+
+
+def spec_of(way: str, impl: str) -> Any:
+    """Return the spec of a layer. "own" and "engine" differ from ringflash's in the core attention only."""
+    if way in ("one", "ring"):
+        return layer_spec
+    if impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if way != "own":
+        # Only with --engine is it installed.
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        spec.submodules.self_attention.submodules.core_attention = TEDotProductAttention
+    return spec
 
 
 def batches(length: int, packed: bool) -> Iterator[dict[str, Any]]:

@@ -4,9 +4,11 @@
     torchrun --nproc-per-node 2 benchmarks/bench_prefixes.py --toy            (CPU, gloo: no speed)
 
 attention: forward and backward of ring_attention, 32/8 heads of 128, layout balanced. layer: a decoder layer of the
-sizes of Llama 3 8B around it, without rotary embedding, its MLP recomputed by pieces. flex_attention: torch's context
-parallelism with its load balancer, which gathers keys and values, on the sequence with one prompt. Each time is that of
-the slowest rank, the median of the repetitions, which follow an untimed one. Contenders take turns.
+sizes of Llama 3 8B around it, without rotary embedding, its MLP recomputed by pieces. log_probs: `ringflash.log_probs`
+of two such layers with an embedding and a head of 128,256 tokens, with and without share_prefixes, from the tokens of
+all rollouts to the gradients of the weights. flex_attention: torch's context parallelism with its load balancer, which
+gathers keys and values, on the sequence with one prompt. Each time is that of the slowest rank, the median of the
+repetitions, which follow an untimed one. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 import ringflash  # noqa: E402
 from benchmarks.bench_ring import join  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
+from ringflash.loss import token_log_probs  # noqa: E402
 from ringflash.sequence.layout import read_documents  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
 
@@ -42,6 +45,7 @@ class Sizes:
 
     def __init__(self, toy: bool) -> None:
         self.heads, self.kv_heads, self.head_dim, self.mlp = (4, 2, 16, 96) if toy else (32, 8, 128, 14336)
+        self.vocab = 50 if toy else 128_256
         self.hidden = self.heads * self.head_dim
 
 
@@ -53,6 +57,7 @@ class Rollouts:
     """
 
     def __init__(self, prompt: int, answers: int, length: int, shared: bool) -> None:
+        self.count, self.shared = (prompt, answers, length), shared
         lengths = [prompt, *[length] * answers] if shared else [prompt + length] * answers
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int()
         self.seqlen = int(bounds[-1])
@@ -84,6 +89,27 @@ class Layer(nn.Module):
     def _mlp(self, x: Tensor) -> Tensor:
         gate, up = self.up(self.norms[1](x)).chunk(2, -1)
         return x + self.down(nn.functional.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """Two layers, an embedding and a head, called as `ringflash.log_probs` calls a model."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embedding, self.layers = (
+            nn.Embedding(sizes.vocab, sizes.hidden),
+            nn.ModuleList(Layer(sizes) for _ in range(2)),
+        )
+        self.head = nn.Linear(sizes.hidden, sizes.vocab, bias=False)
+
+    def forward(
+        self, *, input_ids: Tensor, shift_labels: Tensor, cu_seqlens: Tensor, temperature: float, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the labels of a shard, and entropies."""
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x, cu_seqlens)
+        return token_log_probs(x, self.head.weight, shift_labels, logit_scale=1 / temperature)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -119,6 +145,25 @@ def layer_run(rollouts: Rollouts, sizes: Sizes, device: torch.device) -> Run:
     def run() -> None:
         out = layer(x, rollouts.documents)
         torch.autograd.grad(out, (x, *layer.parameters()), out.detach())
+
+    return run
+
+
+def log_probs_run(rollouts: Rollouts, sizes: Sizes, device: torch.device) -> Run:
+    """Return `ringflash.log_probs` of all rollouts and its gradients, with share_prefixes if there is one prompt."""
+    prompt, answers, length = rollouts.count
+    tokens = torch.randint(sizes.vocab, (answers, prompt + length), generator=torch.Generator().manual_seed(0))
+    tokens[:, :prompt] = tokens[0, :prompt]
+    tokens = tokens.view(1, -1).to(device)
+    bounds = torch.arange(answers + 1, dtype=torch.int32) * (prompt + length)
+    model = Decoder(sizes).to(device, draw(1, device=device).dtype)
+
+    def run() -> None:
+        found = ringflash.log_probs(
+            model, tokens, group=dist.group.WORLD, cu_seqlens=bounds, layout=LAYOUT, share_prefixes=rollouts.shared
+        )
+        assert isinstance(found, Tensor)
+        torch.autograd.grad(found.sum(), tuple(model.parameters()))
 
     return run
 
@@ -192,6 +237,7 @@ def main() -> None:
         "attention, shared": (attention_run, once), "attention, unshared": (attention_run, each),
         "layer, shared": (layer_run, once), "layer, unshared": (layer_run, each),
         "flex_attention, shared": (flex_run, once),
+        "log_probs, shared": (log_probs_run, once), "log_probs, unshared": (log_probs_run, each),
     }  # fmt: skip
     runs: dict[str, Run] = {}
     left_out: dict[str, str] = {}

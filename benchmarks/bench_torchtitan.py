@@ -6,7 +6,8 @@ Starts torchtitan's own Trainer on all GPUs, once for each length and attention:
 torchtitan's all-gather of keys before flex attention. The model is llama3 with the shapes of 8B, a few layers and a
 small vocabulary; each sequence is one document of random tokens. FSDP2 shards over the ring, selective activation
 checkpointing keeps attention in both, and nothing is compiled but flex attention, with the tuning that torchtitan asks
-for. The results are saved after every run.
+for, or with the options that it found before (--tuned: at 131,072 tokens the tuning alone takes a quarter of an
+hour). --parts adds what the time of one more step consists of. The results are saved after every run.
 
 torchtitan 0.3 trains with torch 2.14 only. With an older torch its backend "partial_dtensor" still runs, which the
 plug-in refuses: the ring is then put in place by hand. The attention of both contenders is the same as with 2.14.
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
@@ -48,9 +50,11 @@ from torchtitan.config import ParallelismConfig  # noqa: E402
 from torchtitan.config.override import OverrideConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
 from torchtitan.models.common import attention as titan_attention  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 from torchtitan.models.llama3 import config_registry, parallelize  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from benchmarks import device_time  # noqa: E402
 from benchmarks.environment import describe  # noqa: E402
 
 ABOUT = (
@@ -61,6 +65,12 @@ ABOUT = (
 )
 ATTENTIONS = ("ring", "flex")
 WARM_UP = 3
+# What torchtitan's tuning of flex attention chose on an H100 at 32,768 tokens, for these heads.
+TUNED = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 3, "fwd_num_warps": 4,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 3, "bwd_num_warps": 4,
+}  # fmt: skip
 VOCAB = 16384  # a few layers have their share of a head of this size
 
 
@@ -112,7 +122,9 @@ class RandomTokens(BaseDataLoader):
         """Do nothing."""
 
 
-def configure(attention: str, seqlen: int, layers: int, steps: int, flavor: str) -> Trainer.Config:
+def configure(
+    attention: str, seqlen: int, layers: int, steps: int, flavor: str, tuned: int, parts: int
+) -> Trainer.Config:
     """Return torchtitan's configuration of one run."""
     config = getattr(config_registry, flavor)()
     model = config.model_spec.model
@@ -122,7 +134,7 @@ def configure(attention: str, seqlen: int, layers: int, steps: int, flavor: str)
     config.tokenizer, config.dataloader = NoTokenizer.Config(), RandomTokens.Config()
     training = config.training
     training.seq_len, training.local_batch_size, training.global_batch_size = seqlen, 1, -1
-    training.steps, training.disable_cuda_graphs = WARM_UP + steps, True
+    training.steps, training.disable_cuda_graphs = WARM_UP + steps + parts, True
     config.metrics.log_freq, config.metrics.enable_tensorboard = 1, False
     config.profiler.enable_profiling = config.checkpoint.enable = config.validator.enable = False
     config.activation_checkpoint, config.debug.seed = SelectiveAC.Config(), 0
@@ -130,6 +142,11 @@ def configure(attention: str, seqlen: int, layers: int, steps: int, flavor: str)
         context_parallel_degree=int(os.environ["WORLD_SIZE"]),
         spmd_backend="partial_dtensor" if OLD_TORCH else "spmd_types",
     )
+    if tuned:
+        options = {**FlexAttention.inductor_configs, "max_autotune": False}
+        FlexAttention._compiled_flex_attn = torch.compile(titan_attention.flex_attention, options=options)
+        for _, flex, _, _ in model.traverse(FlexAttention.Config):
+            flex.kernel_options = dict(TUNED)
     if attention == "ring":
         names = ("ring_attention", "keep_attention")
         config.override = OverrideConfig(imports=[f"ringflash.torchtitan.{name}" for name in names])
@@ -170,9 +187,11 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
         log(step, loss, largest, norm, **more)
 
     trainer.metrics_processor.log = logged
+    last = profile_last_step(trainer) if arguments["parts"] else {}
     trainer.train()
     if dist.get_rank() == 0:
-        seconds = [end - begin for begin, end in itertools.pairwise(ends[WARM_UP - 1 :])]
+        timed = ends[WARM_UP - 1 : WARM_UP + arguments["steps"]]
+        seconds = [end - begin for begin, end in itertools.pairwise(timed)]
         found = {
             "seqlen": arguments["seqlen"],
             "attention": attention,
@@ -181,10 +200,37 @@ def measure(out: Path, attention: str, **arguments: Any) -> None:
             "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if torch.cuda.is_available() else None,
             "losses": losses,
             "gradient_norms": norms,
+            **last,
         }
         out.write_text(json.dumps(found))
     trainer.close()
     dist.destroy_process_group()
+
+
+def profile_last_step(trainer: Trainer) -> dict[str, Any]:
+    """Let a trainer profile its last step, and return where it will put the parts of the step, in seconds."""
+    found: dict[str, Any] = {}
+    train_step = trainer.train_step
+
+    def step(batches: Any) -> None:
+        if trainer.step < trainer.config.training.steps:
+            train_step(batches)
+            return
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            begin = time.perf_counter()
+            train_step(batches)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            trace.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        parts = device_time.parts_of_step(device_time.step_spans(events), seconds)
+        found["parts"] = {kind: round(x, 4) for kind, x in parts.items()}
+        found["longest"] = device_time.longest_kernels(events, 16)
+
+    trainer.train_step = step
+    return found
 
 
 def main() -> None:
@@ -194,12 +240,14 @@ def main() -> None:
     parser.add_argument("--attentions", default=",".join(ATTENTIONS), help="ring, flex")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8, help=f"after {WARM_UP} that compile and allocate")
+    parser.add_argument("--tuned", type=int, default=0, help="1: flex attention by the options in this file")
+    parser.add_argument("--parts", type=int, default=0, help="1: profile one more step")
     parser.add_argument("--flavor", default="llama3_8b", help="function of torchtitan.models.llama3.config_registry")
     parser.add_argument("--nproc", type=int, default=None, help="GPUs; default all")
     parser.add_argument("--json", type=Path, required=True, help="file for the results")
     parser.add_argument("--only", default="", help=argparse.SUPPRESS)  # of a rank that this script has started
     options = parser.parse_args()
-    shape = {"layers": options.layers, "steps": options.steps, "flavor": options.flavor}
+    shape = {name: getattr(options, name) for name in ("layers", "steps", "flavor", "tuned", "parts")}
     if options.only:
         attention, seqlen = options.only.split(":")
         measure(options.json, attention, seqlen=int(seqlen), **shape)

@@ -16,7 +16,7 @@ IDLE = "idle"
 _KINDS = {
     "communication": re.compile(rf"nccl|{MESSAGE}|{WAIT}"),
     "attention": re.compile(
-        r"^forward_(kernel|fp8)|^backward_|^quantise_(rows|records)|flash_(fwd|bwd)"
+        r"^forward_(kernel|fp8)|^backward_|^quantise_(rows|records)|flash_(fwd|bwd)|flex_attention"
         r"|^_(preprocess|postprocess|publish|collect|statistics|query_operands|key_operands|rotate_back)$"
     ),
     "linear": re.compile(r"nvjet|gemm|gemv|cutlass|cublas|splitK", re.IGNORECASE),

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/mask_host_time.py [--json out.json]
 
 plan: the order of the documents, which keys each rank needs, and regions. tables: what the kernels read, forward and
-backward. Both are made once for all layers of a step. The least of some repetitions is reported.
+backward. Both are made once for all layers of a step. The least of some repetitions is reported, and the load of the
+machine before and after: a busy one has less cache for each process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +70,7 @@ def tables(mask: Mask) -> None:
     if not mask.is_two_sided:
         tile_table(mask, CPU, 128, mask.q_span)
         return
-    walks(mask, CPU, mask.q_span, 128, 128)
+    walks(mask, CPU, mask.q_span, 128, 128, near=True, shifted=True)
     limits(mask, CPU, 128, mask.q_span)
     side = mask.cached("transposed", mask.transposed)
     walks(side, CPU, (0, side.seqlen_q), 128, 64, near=True)
@@ -104,21 +106,22 @@ def measure(make: Callable[[], SequenceMask], name: str, repetitions: int) -> di
 
 
 def main() -> None:
-    """Measure every family under two layouts."""
+    """Measure every family under three layouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", default="", help="families whose name contains this text")
     parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = []
+    load, results = [os.getloadavg()[0]], []
     for family, make in FAMILIES.items():
-        for name in ("zigzag", "balanced"):
+        for name in ("zigzag", "balanced", "striped"):
             if options.only in family:
                 results.append({"mask": family, "layout": name, **measure(make, name, options.repetitions)})
                 print(json.dumps(results[-1]), flush=True)
     if options.json:
-        about = {"environment": describe(), "tokens": TOKENS, "ranks": RANKS}
+        busy = {"cores": os.cpu_count(), "load_average": [*load, os.getloadavg()[0]]}
+        about = {"environment": describe(), **busy, "tokens": TOKENS, "ranks": RANKS}
         options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from math import prod
 
@@ -214,6 +215,34 @@ def _step(result: dict, step: dict) -> list[str]:
     return [f"{result['ranks']}", f"{step['seqlen']:,}", result["precision"], *figures]
 
 
+def triton_3_9() -> str:
+    """Tabulate the speed of kernels with triton 3.9, relative to 3.6: least, median and most by head_dim."""
+    first, second = (load(f"triton_3_{minor}_1xh100") for minor in (6, 9))
+    names = {
+        ("ringflash", "forward"): "forward",
+        ("ringflash", "backward"): "backward",
+        ("ringflash, deterministic", "backward"): "deterministic",
+        ("cuDNN", "forward"): "cuDNN forward",
+    }
+    ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
+    for before, after in zip(first["results"], second["results"], strict=True):
+        assert (before["row"], before["pass"]) == (after["row"], after["pass"])
+        for name, tflops in before["tflops"].items():
+            of_head = ratios.setdefault(before["row"].split()[0], {})
+            of_head.setdefault((name, before["pass"]), []).append(after["tflops"][name] / tflops)
+    rows = [[head, *(_spread(of_head.get(name, [])) for name in names)] for head, of_head in sorted(ratios.items())]
+    about = second["environment"]
+    line = (
+        f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}; ratio 3.9 / 3.6:"
+    )
+    return f"{line}\n\n{table(['head_dim', *names.values()], rows)}"
+
+
+def _spread(values: list[float]) -> str:
+    """Return least, median and most."""
+    return f"{min(values):.2f}, {statistics.median(values):.2f}, {max(values):.2f}" if values else ""
+
+
 def eager() -> str:
     """Tabulate rows of the ring on two GPUs, from a CUDA graph and eagerly."""
     rows = []
@@ -344,6 +373,7 @@ SUMMARIES = {
         "recorded_calls": recorded_calls,
         "training_steps": training,
     },
+    "docs/decisions/0001-environment.md": {"triton_3_9": triton_3_9},
     "docs/numerics.md": {
         "errors": errors,
         "errors_beside": kernel_errors,

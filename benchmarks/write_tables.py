@@ -400,18 +400,22 @@ def torchtitan_table(result: dict) -> str:
 
 def megatron_table(result: dict) -> str:
     """Tabulate milliseconds of Megatron's steps by length, and the largest difference of a gradient."""
+    names = {
+        "own": "Megatron's attention, one GPU", "one": "ringflash, one GPU", "ring": "ring of two GPUs",
+        "engine one": "Transformer Engine, one GPU", "engine ring": "Transformer Engine, two GPUs",
+    }  # fmt: skip
+    names = {way: name for way, name in names.items() if any(row["way"] == way for row in result["rows"])}
     rows = []
     for tokens, packed in dict.fromkeys((row["tokens"], row["packed"]) for row in result["rows"]):
         ways = {row["way"]: row for row in result["rows"] if (row["tokens"], row["packed"]) == (tokens, packed)}
         shown = (
             f"{1000 * ways[way]['seconds']:.0f} ms, {ways[way]['allocated_gib']:.1f} GiB" if way in ways else ""
-            for way in ("own", "one", "ring")
+            for way in names
         )
         name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
         rows.append((name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
-    ways = ("Megatron's attention, one GPU", "ringflash, one GPU", "ring of two GPUs")
     source = f"{_measured(result, 'megatron-core', 'torch', 'triton')}."
-    return _page(source, ("tokens", *ways, "gradients differ by"), rows)
+    return _page(source, ("tokens", *names.values(), "gradients differ by"), rows)
 
 
 def steps_of_documents_table(result: dict) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.mask import Mask, Region, upload
 from ringflash_kernels.merge import merge_
 
 
@@ -47,8 +47,8 @@ class FlashCall:
         if not self.is_packed:
             return None, None, max_q, max_k
         if self._cum is None or self._cum[0].device != device:
-            check_capture(device)
-            cum_q, cum_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.q_bounds, self.k_bounds))
+            bounds = (torch.tensor(x, dtype=torch.int32, device="cpu") for x in (self.q_bounds, self.k_bounds))
+            cum_q, cum_k = upload(device, *bounds)
             self._cum = cum_q, cum_k
         return *self._cum, max_q, max_k
 

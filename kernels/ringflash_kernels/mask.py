@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -220,14 +220,13 @@ class Mask:
             start, stop: (seqlen_q,), int32 on `device`; start == stop for a row that sees nothing. Neither ever
             decreases unless the mask `is_two_sided`. Computed once per device and cached with the mask.
         Raises:
-            RuntimeError: see `check_capture`.
+            RuntimeError: see `upload`.
         """
         device = torch.device(device)
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            check_capture(device)
-            start, stop = self._host_bounds() if device.type == "cpu" else self.bounds()
-            return start.to(device), stop.to(device)
+            start, stop = self._host_bounds() if device.type == "cpu" else upload(device, *self.bounds())
+            return start, stop
 
         return self.cached(("bounds", device), make)
 
@@ -273,17 +272,34 @@ class Mask:
         return torch.from_numpy(np.minimum(start, stop)), torch.from_numpy(stop)
 
 
-def check_capture(device: torch.device) -> None:
-    """Raise RuntimeError if a CUDA graph is being captured on `device`. Call it before making a tensor to cache.
+def upload(device: torch.device, *tables: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tables of a mask, from the host, on a device, to be cached. Any stream may read them at once.
 
-    A cached tensor made during capture has no values until the graph is replayed, but eager calls would already read
-    it.
+    Waits for the copies, on a stream of their own, but not for what the current stream has to do before.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured: the tables would have no values until it is replayed, but eager
+            calls would already read them.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
+        return [x.to(device) for x in tables]
+    if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the mask of a call must have been used before a CUDA graph is captured, got a new one; run the call once "
             "before."
         )
+    reader, stream = torch.cuda.current_stream(device), _upload_stream(device)
+    with torch.cuda.stream(stream):
+        copies = [x.pin_memory().to(device, non_blocking=True) for x in tables]
+    stream.synchronize()
+    for x in copies:
+        x.record_stream(reader)
+    return copies
+
+
+@cache
+def _upload_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:

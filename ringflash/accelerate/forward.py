@@ -19,10 +19,10 @@ from ringflash import loss as token_loss
 from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
 from ringflash.comm.agreement import agree
-from ringflash.huggingface.consistency import ShardLoss
-from ringflash.huggingface.options import NAME
+from ringflash.huggingface.options import NAME, inputs_of
+from ringflash.huggingface.shard_loss import ShardLoss
 from ringflash.huggingface.spans import number_spans
-from ringflash.huggingface.validation import without_peft
+from ringflash.huggingface.validation import find_noise_error, without_peft
 from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import pad_sequence
 
@@ -60,7 +60,7 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
         causal.set_attn_implementation(NAME)
     huggingface.set_group(causal, group)
     huggingface.CausalLMWithLoss(causal, group)  # checks the head
-    causal._ringflash_inputs.takes_whole_batches = True
+    inputs_of(causal).takes_whole_batches = True
     causal.forward = RingForward(causal, group, head)
 
 
@@ -121,7 +121,7 @@ class RingForward:
             ValueError, NotImplementedError: on every rank of the group.
         """
         causal: Any = self._model()
-        if causal._ringflash_inputs.options.group is None:  # inside generate
+        if inputs_of(causal).options.group is None:  # inside generate
             return type(causal).forward(causal, input_ids, **kwargs)
         if "checksum" in kwargs:  # a shard of prepare_batch
             return huggingface.CausalLMWithLoss(causal, self.group)(input_ids=input_ids, **kwargs)
@@ -151,7 +151,7 @@ class RingForward:
                         "output_router_logits must be False with share_prefixes, got True: the balancing loss would "
                         "count shared tokens once; leave share_prefixes out."
                     )
-                if causal._ringflash_inputs.counts_positions:
+                if inputs_of(causal).counts_positions:
                     raise NotImplementedError(
                         f"share_prefixes must be left out for layers that count positions, got {type(causal).__name__} "
                         "(Llama 4), which would count those of the packed tokens."
@@ -256,10 +256,8 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
             "logits of the sequence never exist together. Leave out label_smoothing_factor, compute_loss_func and "
             "compute_metrics; for log-probabilities see ringflash.log_probs, for answers generate."
         )
-    if getattr(causal.get_input_embeddings(), "neftune_noise_alpha", None):
-        raise NotImplementedError(
-            "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
-        )
+    if (error := find_noise_error(causal)) is not None:
+        raise error
     if not left_padding:  # TRL computes its own losses
         _check_loss_function(causal)
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])

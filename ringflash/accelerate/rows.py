@@ -76,8 +76,8 @@ def read_rows(
         left_padding: allow padding before a row's tokens, whose positions then count from its first token.
         types: of the tokens, (batch, seqlen).
     Raises:
-        ValueError: a mask whose tokens are not one interval, or that begins with padding; documents beside a mask;
-            positions that do not count from 0 in each document; labels in padding.
+        ValueError: a mask with other numbers than 0 and 1, whose tokens are not one interval, or that begins with
+            padding; documents beside a mask; positions that do not count from 0 in each document; labels in padding.
         NotImplementedError: a document with two spans of one number.
     """
     shape = tuple(input_ids.shape)
@@ -92,6 +92,11 @@ def read_rows(
                 "documents with position_ids."
             )
     is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+    if attention_mask is not None and bool((attention_mask[is_token] != 1).any()):
+        raise ValueError(
+            f"attention_mask must be 0 or 1, got up to {attention_mask.max()}: document numbers would be read as one "
+            "document; pack them with position_ids that restart, without an attention_mask."
+        )
     begins = is_token & ~is_token.roll(1, 1)
     begins[:, 0] = is_token[:, 0]
     _check_mask(begins, left_padding)

@@ -101,21 +101,41 @@ def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
 def _by_key(
     mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
 ) -> Mask:
-    """Return the transposed mask of `visible_regions`: one region per pair of chunks and document of the keys."""
+    """Return the transposed mask of `visible_regions`.
+
+    For each chunk and document of the keys: a region for each chunk of queries of which some do not see all of them,
+    and one for all later queries. These are joined if neighbouring keys have the same.
+    """
     bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
     start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
     both = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
     first, end = np.where(both, bounds[document], start), np.asarray(mask.tree_ends)[document]  # queries that see them
-    column, reader = _expand(np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end))
-    chunk, start, stop, both = chunk[column], start[column], stop[column], both[column]
-    first, end = np.maximum(first[column], q[reader, 0]), np.minimum(end[column], q[reader, 1])
-    stop = np.where(both, stop, np.minimum(stop, end))
-    q_shift, k_shift = q[reader, 2] - q[reader, 0], k[chunk, 2] - k[chunk, 0]  # from positions to rows
-    bands = np.asarray(np.where(both | (first >= stop - 1), None, q_shift - k_shift))
-    sides = start + k_shift, stop + k_shift, first + q_shift, end + q_shift
+    low, high = np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end)
+    middle = np.where(both, low, np.clip(np.searchsorted(q[:, 0], stop - 1), low, np.maximum(low, high)))
+    q_shift, k_shift = q[:, 2] - q[:, 0], (k[:, 2] - k[:, 0])[chunk]  # from positions to rows
+    # Chunks of queries that begin before the last key.
+    key, reader = _expand(low, np.minimum(middle, high))
+    seen_from, seen_to = np.maximum(first[key], q[reader, 0]), np.minimum(end[key], q[reader, 1])
+    last = np.minimum(stop[key], seen_to)
+    bands = np.where(seen_from >= last - 1, None, q_shift[reader] - k_shift[key])
+    near = start[key] + k_shift[key], last + k_shift[key], seen_from + q_shift[reader], seen_to + q_shift[reader], bands
+    # All later ones: rows of a shard ascend with their positions.
+    key = np.flatnonzero(middle < high)
+    after, until = middle[key], high[key] - 1
+    far = [
+        start[key] + k_shift[key],
+        stop[key] + k_shift[key],
+        np.maximum(first[key], q[after, 0]) + q_shift[after],
+        np.minimum(end[key], q[until, 1]) + q_shift[until],
+    ]
+    begins = np.ones(len(key), dtype=bool)
+    begins[1:] = (far[0][1:] != far[1][:-1]) | (far[2][1:] != far[2][:-1]) | (far[3][1:] != far[3][:-1])
+    ends = np.append(begins[1:], True)[: len(key)]
+    far = [far[0][begins], far[1][ends], far[2][begins], far[3][begins], np.full(begins.sum(), None)]
+    sides = [np.concatenate(pair) for pair in zip(near, far, strict=True)]
     order = np.lexsort((sides[2], sides[0]))
-    columns = *(x[order].tolist() for x in (*sides, bands)), repeat(None)
+    columns = *(x[order].tolist() for x in sides), repeat(None)
     return Mask(num_keys, num_rows, tuple(map(Region, *columns)))
 
 

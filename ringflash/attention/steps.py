@@ -9,6 +9,7 @@ import torch
 
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import Command, CommandList, Driver, address_of, take_event
+from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[torch.Tensor | None]
@@ -34,18 +35,6 @@ class Repetition:
 
 
 Step = Callable[[Repetition], None]
-
-
-class Address:
-    """Stand-in for the tensor of a descriptor."""
-
-    __slots__ = ("address",)
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 def view_of(x: torch.Tensor, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -87,6 +76,15 @@ def issuing(known: Driver, commands: list[Command]) -> Step:
         made.issue(now.addresses, [address_of(now.events[place]) for place in places], now.number.word)
 
     return issue
+
+
+def entering(memory: Lanes, stream: torch.cuda.Stream) -> Step:
+    """Return the step that makes a stream current."""
+
+    def enter(_: Repetition) -> None:
+        memory.enter(stream)
+
+    return enter
 
 
 def dropping(slot: int) -> Step:

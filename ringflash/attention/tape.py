@@ -56,10 +56,10 @@ class Tape:
                 results = issue(tensors)
         finally:
             memory.recorder = None
-        slots = recorder.finish(results)
-        if not recorder.problem:
-            self.kept += recorder.kept
-            self.steps, self.results, self.num_events = recorder.steps, slots, recorder.num_events
+        self.steps, self.results = recorder.finish(results)
+        if not recorder.problems:
+            self.kept += recorder.slots.kept
+            self.num_events = recorder.num_events
         return results
 
     def repeat(

@@ -199,15 +199,14 @@ def _interrupt(group: dist.ProcessGroup, place: str) -> None:
     _interrupted[group] = _Errors(_interrupted.get(group, _NO_ERRORS).times + 1, place)
 
 
-def gather(group: dist.ProcessGroup, value: object, timeout: timedelta | None = None) -> list:
+def gather(group: dist.ProcessGroup, value: object) -> list:
     """Return the JSON value of every rank, in rank order. A collective call.
 
     Args:
         value: at most MESSAGE_BYTES as JSON text.
-        timeout: limit of the wait, as in `agree`.
     """
     message = json.dumps(value).encode().ljust(MESSAGE_BYTES)
-    return [json.loads(answer) for answer in _exchange(group, message, timeout)]
+    return [json.loads(answer) for answer in _exchange(group, message)]
 
 
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:

@@ -5,7 +5,10 @@
 
     attention_function    register, set_group, and the attention call; chunks and sinks
     validation            checks of models, adapters and arguments that need no tensor's values
+    forward_inputs        notes of a model's forwards, made by hooks
     consistency           checks that need values or the other ranks, once a forward, in layer 0
+    rank_errors           errors of one rank that every rank raises
+    shard_loss            guards of transformers' own loss
     global_length         rotary embeddings and positions of the sequence instead of the shard
     generation            generate, off the ring
     batch, model          the calls of a training step

@@ -20,20 +20,23 @@ from ringflash.attention.inputs import autocast, differentiate_alike, documents_
 from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
-from ringflash.huggingface.consistency import (
-    ForwardInputs,
-    check_consistency,
-    guard_losses,
-    name_of_layer,
-    refuse_media,
-)
+from ringflash.huggingface.consistency import ShardInputs, check_consistency
+from ringflash.huggingface.forward_inputs import ForwardInputs, refuse_media
 from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.model_checks import check_on_ring
-from ringflash.huggingface.options import NAME, ModelRing, check_single_process
+from ringflash.huggingface.options import NAME, ModelRing, check_single_process, give_inputs, inputs_of
 from ringflash.huggingface.recurrent_layers import use_sequence_order
+from ringflash.huggingface.shard_loss import guard_losses
 from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
-from ringflash.huggingface.validation import attention_modules, chunk_size, find_base, find_decoder, find_static_error
+from ringflash.huggingface.validation import (
+    attention_modules,
+    chunk_size,
+    find_base,
+    find_decoder,
+    find_static_error,
+    name_of_layer,
+)
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity
 from ringflash.sequence.mask import check_cu_seqlens, cut_into_chunks
 
@@ -109,7 +112,7 @@ def set_group(
     refuse_media(model, base, inputs)
     generate_locally(model, inputs)
     for module in modules:
-        module._ringflash_inputs = inputs  # type: ignore[assignment]
+        give_inputs(module, inputs)
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
@@ -192,7 +195,7 @@ def _attend(
     Returns:
         out: (batch, seqlen_local, heads, head_dim).  weights: None.
     """
-    inputs: ForwardInputs | None = getattr(module, "_ringflash_inputs", None)
+    inputs: ForwardInputs | None = inputs_of(module)
     if inputs is None:
         check_single_process()
     options = ModelRing(None) if inputs is None else inputs.options
@@ -203,8 +206,8 @@ def _attend(
         module, query, key, dropout, sliding_window, causal, kwargs, s_aux, cu_seqlens, spans, options.layout
     )
     if getattr(module, "layer_idx", 0) == 0 and (inputs is None or inputs.first_layer is None):
-        positions = kwargs.get("position_ids")
-        check_consistency(options, query, mask, positions, cu_seqlens, checksum, inputs, error, spans)
+        given = ShardInputs(mask, kwargs.get("position_ids"), cu_seqlens, checksum, spans)
+        check_consistency(options, query, given, inputs, error)
     elif error is not None:
         raise error
     if spans is not None and spans.use is Use.NONE:

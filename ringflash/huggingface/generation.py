@@ -9,8 +9,8 @@ from weakref import ref
 
 from torch import nn
 
-from ringflash.huggingface.consistency import ForwardInputs
-from ringflash.huggingface.options import NAME, ModelRing
+from ringflash.huggingface.forward_inputs import ForwardInputs
+from ringflash.huggingface.options import NAME, ModelRing, give_inputs, inputs_of
 
 _num_running = 0
 
@@ -24,7 +24,7 @@ def generate_locally(model: nn.Module, inputs: ForwardInputs) -> None:
     """Make `generate` run off the ring, for every model within `model` that has it."""
     for module in model.modules():
         if hasattr(type(module), "set_attn_implementation") and module.can_generate():  # type: ignore[operator]
-            module._ringflash_inputs = inputs  # type: ignore[assignment]
+            give_inputs(module, inputs)
             module.generate = LocalGenerate(module)  # type: ignore[assignment]
 
 
@@ -43,7 +43,7 @@ class LocalGenerate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what transformers' `generate` returns."""
         model: Any = self._model()
-        with _off_the_ring(model, model._ringflash_inputs):
+        with _off_the_ring(model, inputs_of(model)):
             return type(model).generate(model, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringflash.huggingface.options import NAME, ModelRing
+from ringflash.huggingface.options import NAME, ModelRing, give_inputs, inputs_of
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 _CACHE_NAMES = ("cache", "past_key_values")  # of a layer's argument: from transformers 5.24 on, and before
@@ -29,7 +29,7 @@ def use_global_length(model: nn.Module, inputs: Any) -> None:
     """
     for module in model.modules():
         if depends_on_length(module):
-            module._ringflash_inputs = inputs
+            give_inputs(module, inputs)
             if _append_longest not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_append_longest, with_kwargs=True)
                 module.register_forward_hook(_drop_longest)
@@ -68,7 +68,8 @@ def _name_of_cache(module: nn.Module) -> str:
 @torch.compiler.disable(reason="transformers reads the largest position")
 def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Append the largest position of all ranks, because transformers takes the largest one for the length."""
-    group, length = module._ringflash_inputs.options.group, module._ringflash_inputs.length
+    inputs = inputs_of(module)
+    group, length = inputs.options.group, inputs.length
     if group is None and length is None:
         return None
     position_ids: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
@@ -108,7 +109,7 @@ def _grown_to(module: Any, layer_type: str | None = None, **_: Any) -> int:
 
 
 def _drop_longest(module: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:
-    inputs: Any = module._ringflash_inputs
+    inputs = inputs_of(module)
     if inputs.options.group is None and inputs.length is None:
         return None
     return angles[:, :-1] if isinstance(angles, Tensor) else tuple(x[:, :-1] for x in angles)
@@ -125,7 +126,7 @@ def _add_offsets(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if kwargs.get(name) is not None:
         raise NotImplementedError(f"{name} must be None, got a cache; pass use_cache=False.")
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    options: ModelRing = module._ringflash_inputs.options  # type: ignore[union-attr,assignment]
+    options: ModelRing = inputs_of(module).options
     columns = kwargs.pop("columns", None)
     if columns is None:
         offsets = _offsets(options, hidden.shape[1], hidden.device)

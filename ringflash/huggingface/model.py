@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
-from ringflash.huggingface.consistency import raise_together
+from ringflash.huggingface.options import inputs_of
+from ringflash.huggingface.rank_errors import raise_together
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 # Parameters of transformers' load_balancing_loss_func.
@@ -118,7 +119,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         causal: Any = without_peft(self.model)
         inputs, rest = self._checked_inputs(causal, position_ids.device), {}
         if inputs is not None:
-            inputs.next_length = length
+            inputs.next_length, inputs.next_model = length, causal
             rest = {"columns": columns} if inputs.counts_positions else {}
         types = {"token_type_ids": token_type_ids, "mm_token_type_ids": mm_token_type_ids}
         rest |= {name: x for name, x in (types | {"inputs_embeds": inputs_embeds}).items() if x is not None}
@@ -146,7 +147,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = next((x for m in causal.modules() if (x := getattr(m, "_ringflash_inputs", None)) is not None), None)
+        inputs = next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ringflash.attention.options import CallOptions
@@ -34,6 +35,16 @@ class ModelRing(CallOptions):
 @lru_cache(maxsize=8)
 def _positions(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: torch.device) -> Tensor:
     return local_positions(seqlen, cp_size, cp_rank, layout).to(device)
+
+
+def give_inputs(module: nn.Module, inputs: Any) -> None:
+    """Let a module of a model have the model's `ForwardInputs`."""
+    module._ringflash_inputs = inputs
+
+
+def inputs_of(module: nn.Module) -> Any:
+    """Return the `ForwardInputs` that a module was given; None for one of a model without a ring."""
+    return getattr(module, "_ringflash_inputs", None)
 
 
 def check_single_process() -> None:

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from ringflash.attention.inputs import documents_of
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer
-from ringflash.huggingface.consistency import ForwardInputs, check_consistency, name_of_layer
+from ringflash.huggingface.consistency import ShardInputs, check_consistency
+from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.huggingface.generation import is_generating
-from ringflash.huggingface.options import ModelRing
-from ringflash.huggingface.validation import check_kwargs, recurrent_modules
+from ringflash.huggingface.options import ModelRing, give_inputs, inputs_of
+from ringflash.huggingface.validation import check_kwargs, name_of_layer, recurrent_modules
 from ringflash.recurrent import Stretch, causal_conv, delta_rule, from_sequence_order, mamba2_scan, to_sequence_order
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import check_cu_seqlens
@@ -38,7 +39,7 @@ def use_sequence_order(model: nn.Module, inputs: ForwardInputs) -> None:
     The first one checks the inputs of a forward: no layer exchanges tokens before it. Each one compares its call.
     """
     for index, module in enumerate(recurrent_modules(model)):
-        module._ringflash_inputs = inputs  # type: ignore[assignment]
+        give_inputs(module, inputs)
         if index == 0:
             inputs.first_layer = name_of_layer(module)
         if _enter not in module._forward_pre_hooks.values():
@@ -56,7 +57,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Check the call, as `_attend` does, and bring its tokens into sequence order; a pre-hook of a recurrent layer."""
     if is_generating():
         return None
-    inputs: ForwardInputs = module._ringflash_inputs  # type: ignore[assignment]
+    inputs: ForwardInputs = inputs_of(module)
     options = inputs.options
     call = dict(kwargs)
     hidden: Tensor = call.pop("hidden_states") if "hidden_states" in call else args[0]
@@ -65,8 +66,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     error, bounds = _find_error({"past_key_values": cache, **call}, hidden, options, cu_seqlens)
     name = name_of_layer(module)
     if inputs.first_layer == name:
-        positions = call.get("position_ids")
-        check_consistency(options, hidden[:, None], mask, positions, cu_seqlens, checksum, inputs, error)
+        given = ShardInputs(mask, call.get("position_ids"), cu_seqlens, checksum)
+        check_consistency(options, hidden[:, None], given, inputs, error)
     signature: dict[str, object] = {"recurrent layer on": [*hidden.shape], "dtype": str(hidden.dtype)}
     if options.layout in DOCUMENT_LAYOUTS:  # in the others attention compares the bounds, on which no message depends
         signature["cu_seqlens"] = zlib.crc32(str(bounds).encode())
@@ -98,7 +99,7 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     """Bring the output of a recurrent layer back into the layout; a forward hook."""
     if _KEYWORD not in kwargs:
         return None
-    options: ModelRing = module._ringflash_inputs.options  # type: ignore[union-attr,assignment]
+    options: ModelRing = inputs_of(module).options
     return from_sequence_order(output, options.group, options.layout, kwargs[_KEYWORD].bounds)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from enum import Enum
 from inspect import signature
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import Documents
+from ringflash.sequence.tensor_cache import LastResult
 
 
 class Use(Enum):
@@ -217,23 +217,13 @@ def _have_one_span(documents: Documents) -> bool:
     return max(counts, default=0) <= 1
 
 
-_causal: dict[int, tuple[ref[Tensor], int, Tensor]] = {}  # id: a table, its version, `without_directions` of it
-
-
 def without_directions(cu_seqlens: Tensor | None) -> Tensor | None:
     """Return a table without bidirectional documents, made once for the layers of a forward."""
-    if cu_seqlens is None or cu_seqlens.dim() == 1:
-        return cu_seqlens
-    if cu_seqlens.is_inference():  # has no version
-        return _without_directions(cu_seqlens)
-    known = _causal.get(id(cu_seqlens))
-    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
-        _causal.clear()
-        known = _causal[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _without_directions(cu_seqlens))
-    return known[2]
+    return cu_seqlens if cu_seqlens is None or cu_seqlens.dim() == 1 else _causal(cu_seqlens)
 
 
-def _without_directions(table: Tensor) -> Tensor:
+@LastResult
+def _causal(table: Tensor) -> Tensor:
     causal = table.clone()
     causal[2] = 0
     return causal

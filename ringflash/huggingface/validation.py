@@ -59,6 +59,11 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
 
 
+def name_of_layer(module: nn.Module) -> str:
+    """Return the class of a layer, and its index in the model if it has one."""
+    return f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+
+
 def find_decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that reads the sequence, without towers for images or sound."""
     get_decoder: Any = getattr(model, "get_decoder", None)
@@ -232,6 +237,15 @@ def check_direction(module: nn.Module) -> None:
             f"use_bidirectional_attention must be unset, got {asked!r}, which some attn_implementations of "
             "transformers follow and others do not; set config.is_causal=False for full attention."
         )
+
+
+def find_noise_error(model: Any) -> Exception | None:
+    """Return the error for NEFTune, whose noise is divided by the root of the length, or None."""
+    if not getattr(model.get_input_embeddings(), "neftune_noise_alpha", None):
+        return None
+    return NotImplementedError(
+        "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
+    )
 
 
 def _check_dropout(dropout: float) -> None:

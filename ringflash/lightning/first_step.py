@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
+from statistics import fmean
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash.comm.agreement import agree, gather
-from ringflash.comm.comparison import checksum
+from ringflash.comm.comparison import checksum, gather_values
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.wrap.check import RANDOM_BOUND
 
 
 class _Stopped(Exception):
@@ -33,19 +37,34 @@ class FirstStep:
         whole: True for the whole sequence on this rank, False for this rank's shard.
         num_tokens: labelled tokens of the whole sequence, for each call of `token_loss`.
         loss: this rank's loss, if the step has one.
+        logged: tensors that the last run has logged, by name, and how ranks would reduce them.
     """
 
     whole: bool
     num_tokens: list[int] = field(default_factory=list)
     loss: float | None = None
+    logged: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def run(self, training_step: Callable[..., Any], batch: Any) -> None:
         """Run the step up to its backward. It may take the batch only, as in Lightning."""
         index = (0,) if is_param_in_hook_signature(training_step, "batch_idx", min_args=2) else ()
+        self.logged = {}
         try:
             self._keep(training_step(batch, *index))
         except _Stopped:
             pass
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Keep a tensor that ranks would reduce; Lightning logs only in steps that it runs itself."""
+        sync_dist = options.get("sync_dist")
+        reduced = not options.get("rank_zero_only", False) if sync_dist is None else sync_dist
+        if reduced and isinstance(value, Tensor) and value.numel() == 1:
+            self.logged[name] = value.item(), reduction_of(args, options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Keep several values as `log` does."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
 
     def stop(self, loss: Any, *_: Any, **__: Any) -> None:
         """Keep the loss and end the step; used as manual_backward, after which optimizers would step."""
@@ -55,6 +74,36 @@ class FirstStep:
     def _keep(self, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         self.loss = loss.item() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def reduction_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
+    """Return the name of the reduction of a call of `log`, whose arguments after the value are given."""
+    reduction = options.get("reduce_fx", args[4] if len(args) > 4 else "mean")
+    return str(getattr(reduction, "__name__", reduction))
+
+
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "max": max, "min": min}
+
+
+def warn_of_logs(local: FirstStep, whole: FirstStep, group: Group) -> None:
+    """Warn of logged tensors whose reduction over the ranks is not the value of the whole sequence."""
+    resolved = resolve(group)
+    if resolved is None:
+        return
+    of_ranks, wrong = gather_values(resolved, local.logged), []
+    for name, (want, reduction) in whole.logged.items():
+        values = [logged[name][0] for logged in of_ranks if name in logged]
+        reduce = _REDUCTIONS.get(reduction)
+        got = want if reduce is None or len(values) < len(of_ranks) else reduce(values)
+        if isfinite(want) and not abs(got - want) <= RANDOM_BOUND * abs(want):
+            wrong.append(f"{name!r} (the {reduction} of ranks is {got:.4g}, the sequence's value {want:.4g})")
+    if wrong:
+        rank_zero_warn(
+            "values that training_step logs should be those of the whole sequence once they are reduced over the "
+            f"ranks, got others in a trial with random logits: {', '.join(wrong)}. A mean over labels or a mask of a "
+            "shard is not that of the sequence: log what token_loss returns, or a torchmetrics Metric; sync_dist=False "
+            "if a value is meant to be each rank's own."
+        )
 
 
 def check_labels(local: FirstStep, whole: FirstStep, group: Group) -> None:

@@ -23,7 +23,7 @@ from ringflash import huggingface
 from ringflash.attention.options import CallOptions
 from ringflash.comm.group import Group, resolve
 from ringflash.lightning.data import SequenceData
-from ringflash.lightning.first_step import FirstStep, check_labels, check_same_batch, sample
+from ringflash.lightning.first_step import FirstStep, check_labels, check_same_batch, reduction_of, sample, warn_of_logs
 from ringflash.lightning.strategy import OneProcess, check_ties, ranks_of
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, granularity, local_positions, shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX
@@ -183,8 +183,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             ValueError: a sum without `sync_dist`: counts must be summed over ranks, values that all ranks share must
                 not.
         """
-        reduce_fx = options.get("reduce_fx", args[4] if len(args) > 4 else "mean")
-        if sync_dist is None and reduce_fx in ("sum", sum, torch.sum):
+        reduce_fx = reduction_of(args, options)
+        if sync_dist is None and reduce_fx == "sum":
             raise ValueError(
                 f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; pass True for what each "
                 "rank has a part of, False for what is equal on all ranks."
@@ -240,13 +240,14 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             "use token_loss, which counts the tokens of all ranks (a loss mask is its argument weights), with labels "
             "shifted before the batch is sharded, or set check_sequence_sharding = False if another loss is intended",
         )  # fmt: skip
+        warn_of_logs(local, whole, strategy.cp_group)
         self._ringflash_documents = documents
 
     @contextmanager
     def _as_trial(self, step: FirstStep) -> Iterator[None]:
         """Run the enclosed step as a trial: it logs and trains nothing, and knows if its sequence is whole."""
         self._ringflash_step = step
-        self.log = self.log_dict = _log_nothing  # type: ignore[method-assign]
+        self.log, self.log_dict = step.log, step.log_dict  # type: ignore[method-assign]
         self.manual_backward = step.stop  # type: ignore[method-assign]
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         trained = [(p, p.requires_grad) for group in groups for p in group["params"]]
@@ -309,10 +310,6 @@ def _check_data(data: lightning.LightningDataModule | None) -> None:
             f"{hook} must be left to the module, got one in {type(data).__name__}; it would replace the one "
             "that shards batches: do its work in the module's shard_batch."
         )
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    """Replacement for self.log, which Lightning allows only in the steps that it runs itself."""
 
 
 def _modules_to_shard(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -12,11 +12,15 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from ringflash.comm import call_numbers
 from ringflash.comm.agreement import gather
+from ringflash.comm.group import resolve
 from ringflash.comm.mesh import DataContextRanks
 from ringflash.comm.modules.buffers import ChangedBuffers
+from ringflash.comm.modules.parameters import EqualParameters, named_whole
 from ringflash.lightning.checkpoints import check_folders
 from ringflash.wrap.wrapper import in_step
 
@@ -61,16 +65,32 @@ class TrainerChecks(ParallelStrategy):
             return super().backward(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step, and compare the buffers that it has changed.
+        """Run a training step; compare parameters that all ranks have whole, and the buffers that it has changed.
 
         Raises:
-            ValueError: a buffer differs between the ranks of a ring; on every rank.
+            ValueError: a parameter differs between ranks, or a buffer between those of a ring; on every rank.
         """
         assert isinstance(self, DataContextRanks) and self.lightning_module is not None
+        self._equal_parameters.compare(named_whole(self.lightning_module), resolve(dist.group.WORLD))
+        ring = resolve(self.cp_group)
+        before = call_numbers.next_number(ring)
         self._changed_buffers.begin(self.lightning_module)
         output = super().training_step(*args, **kwargs)
-        self._changed_buffers.end(self.lightning_module, self.cp_group)
+        self._changed_buffers.end(self.lightning_module, ring)
+        if not self._has_stepped and ring is not None and call_numbers.next_number(ring) == before:
+            rank_zero_warn(
+                f"no attention has run over the ring of {self.cp_size} ranks in the first training step, so that each "
+                "rank trains on the sequences that it was given by itself; list SequenceSharding before "
+                "LightningModule (docs/lightning.md), or give the attention strategy.cp_group."
+            )
+        self._has_stepped = True
         return output
+
+    _has_stepped = False
+
+    @cached_property
+    def _equal_parameters(self) -> EqualParameters:
+        return EqualParameters()
 
     @cached_property
     def _changed_buffers(self) -> ChangedBuffers:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from typing import Any, cast
-from weakref import ref
 
+from megatron.core.inference import utils as inference
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -15,6 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ringflash.attention.api import ring_attention
+from ringflash.sequence.tensor_cache import LastResult
 
 _SETTINGS = {  # of Megatron's configuration: a ring computes attention as with these values, and no others
     "softmax_type": "vanilla",
@@ -97,6 +98,12 @@ class RingCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise NotImplementedError("attention_bias must be None, got one; use Megatron's own attention.")
+        engine = getattr(inference, "InferenceMode", None)  # of 0.19
+        if self.group is not None and engine is not None and engine.is_active():
+            raise NotImplementedError(
+                "context_parallel_size must be 1 for inference, in which Megatron gives each rank whole sequences, got "
+                f"{self.group.size()}; generate with a model without context parallelism."
+            )
         layout, bounds, batch_dim = "zigzag", None, 1
         if packed_seq_params is not None:
             layout, bounds, batch_dim = "documents", _document_bounds(packed_seq_params, mask_type), 0
@@ -151,14 +158,7 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
     return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
 
 
-_last: list[Any] = [None, None, None]  # weak reference to the bounds of a microbatch, their version, and their copy
-
-
+@LastResult
 def _read(bounds: Tensor) -> Tensor:
-    """Return bounds on the CPU, without the empty documents that Megatron's RL appends.
-
-    They are read once for all layers of a microbatch: each time, the GPU is waited for.
-    """
-    if _last[0] is None or _last[0]() is not bounds or _last[1] != bounds._version:
-        _last[:] = ref(bounds), bounds._version, bounds.cpu().unique_consecutive()
-    return cast(Tensor, _last[2])
+    """Return bounds on the CPU, without the empty documents that Megatron's RL appends."""
+    return bounds.cpu().unique_consecutive()

@@ -25,7 +25,7 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch
     """
     size = width - 1
     parts = [torch.zeros_like(x[..., :1]).expand(-1, -1, size)] * len(stretch.pieces)
-    if stretch.group is not None:
+    if stretch.group is not None and size:
         parts[0] = _halo(x, size, stretch)
     padded = torch.cat(
         [t for zeros, (a, b) in zip(parts, stretch.pieces, strict=True) for t in (zeros, x[..., a:b])], -1

@@ -1,1 +1,1 @@
-"""The sequence in global coordinates: tokens of each rank (`layout`), visible pairs (`mask`), documents and padding."""
+"""The sequence: tokens of each rank (`layout`), visible pairs (`mask`), documents, labels and padding."""

@@ -15,21 +15,23 @@ Positions increase within a shard, so an interval of positions is an interval of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import agree
 from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
+from ringflash.sequence.tensor_cache import LastResult
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
 DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
@@ -179,8 +181,9 @@ def shard_sequence(
             zero outside the shard.
     """
     shard = cut_sequence(x, group, dim, layout, cu_seqlens)
-    if x.dtype in (torch.int64, torch.int32) and shard is not x and not torch.compiler.is_compiling():
-        _wholes[shard] = checksum_of_integers(x)
+    if x.dtype in _INTEGERS and shard is not x and not torch.compiler.is_compiling():
+        _cuts[shard] = cut = checksum_of_integers(x), layout
+        _last_cuts.append((checksum_of_integers(shard), cut))
     return shard
 
 
@@ -196,13 +199,28 @@ def cut_sequence(
     return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
 
 
-_wholes = WeakIdKeyDictionary()  # shards of integers, and a checksum of the whole tensor of each
+_INTEGERS = (torch.int64, torch.int32)
+_Cut = tuple[torch.Tensor, str]  # checksum of the whole tensor, and layout
+_cuts = WeakIdKeyDictionary()  # shards of integers, and how each was cut
+_last_cuts: deque[tuple[torch.Tensor, _Cut]] = deque(maxlen=16)  # checksums of the last shards, and their cuts
 
 
-def checksum_of_whole(shard: torch.Tensor) -> torch.Tensor | None:
-    """Return a checksum, a scalar, of the integers that `shard_sequence` has cut this shard from; None for others."""
-    found: torch.Tensor | None = _wholes.get(shard)
-    return found
+def find_cut(shard: torch.Tensor) -> tuple[int, str] | None:
+    """Return a checksum of what `shard_sequence` has cut a shard of integers from, and the layout; None if not known.
+
+    The host waits for the device. A copy of a shard is found by its values, unless these are all equal, or those of
+    shards of several tensors.
+    """
+    if shard.dtype not in _INTEGERS or not shard.numel() or cuda_graphs.capturing(shard.device):
+        return None
+    known: _Cut | None = _cuts.get(shard)
+    if known is not None:
+        return int(known[0]), known[1]
+    if (shard == shard.flatten()[0]).all():
+        return None
+    mine = int(checksum_of_integers(shard))
+    found = {(int(whole), layout) for part, (whole, layout) in _last_cuts if int(part) == mine}
+    return found.pop() if len(found) == 1 else None
 
 
 def unshard_sequence(
@@ -293,13 +311,7 @@ def document_table(
 
 def read_documents(cu_seqlens: torch.Tensor) -> Documents:
     """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # an inference tensor has no version
-        return _documents(cu_seqlens)
-    known = _read.get(id(cu_seqlens))
-    if known is None or known[0]() is not cu_seqlens or known[1] != cu_seqlens._version:
-        _read.clear()
-        known = _read[id(cu_seqlens)] = (ref(cu_seqlens), cu_seqlens._version, _documents(cu_seqlens))
-    return known[2]
+    return _documents(cu_seqlens) if cu_seqlens.device.type == "cpu" else _documents_on_device(cu_seqlens)
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Documents:
@@ -313,7 +325,7 @@ def _documents(cu_seqlens: torch.Tensor) -> Documents:
     return Documents.from_rows(cu_seqlens.tolist())
 
 
-_read: dict[int, tuple[ref[torch.Tensor], int, Documents]] = {}  # id: the tensor, its version, its values
+_documents_on_device = LastResult(_documents)
 
 
 def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> Documents | None:

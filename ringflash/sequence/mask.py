@@ -174,8 +174,10 @@ class SequenceMask:
         return paths_of(self.bounds, self.parents)
 
     @cached_property
-    def _path_arrays(self) -> tuple[np.ndarray, ...]:
-        return tuple(map(np.asarray, self._paths))
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        """Bounds, the fields of `Paths`, and which documents are bidirectional."""
+        both = self.bidirectional or (False,) * (len(self.bounds) - 1)
+        return tuple(map(np.asarray, (self.bounds, *self._paths, both)))
 
     def path(self, document: int) -> list[Run]:
         """Return the keys of a document's path, as few runs as possible; the last one ends with the document."""
@@ -225,10 +227,9 @@ class SequenceMask:
 
     def _ranges_in_window(self, documents: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
         """Return what the queries [start, stop), which are of these documents, see in their windows."""
-        bounds, (starts, links, shifts) = np.asarray(self.bounds), self._path_arrays
+        bounds, starts, links, shifts, both = self._arrays
         first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
-        if self.bidirectional is not None:
-            last = np.where(np.asarray(self.bidirectional)[documents], bounds[documents + 1], last)
+        last = np.where(both[documents], bounds[documents + 1], last)
         reach = first + (self.band[0] or 0) - shifts[documents]  # in the path
         found = []
         while len(documents):  # run by run from the end of the path, while the window reaches farther

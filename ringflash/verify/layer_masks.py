@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.validation import attention_modules, layer_type
 from ringflash.sequence.layout import shard_sequence
 from ringflash.verify.capture import gather_whole, plain_name, tensor_of
@@ -117,7 +118,7 @@ class RecordedCall:
     """First call of an attention module, which can be repeated; the model's notes are restored to what they were."""
 
     def __init__(self, attention: nn.Module) -> None:
-        self.attention, notes = attention, getattr(attention, "_ringflash_inputs", None)
+        self.attention, notes = attention, inputs_of(attention)
         self.notes: dict[str, Any] = {} if notes is None else vars(notes)
         self.first: tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]] | None = None
 

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.attention.options import CallOptions
 from ringflash.comm.comparison import gather_values
+from ringflash.comm.modules.buffers import persistent_buffers
 from ringflash.comm.modules.gradients import average_gradients
-from ringflash.huggingface.consistency import ForwardInputs
+from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
 from ringflash.verify.subject import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
@@ -35,8 +36,8 @@ class Observation:
         layers: outputs in the order of computation, (1, seqlen, ...).
         loss_gradient: gradient of the training loss at the last layer's output.
         disagreement: names of the parameters whose averaged gradient differs between ranks.
-        stepped: parameters after the step.
-        apart_before, apart_after: names of the parameters that differ between ranks, before and after the step.
+        stepped: parameters and persistent buffers after the step.
+        apart_before, apart_after: names of those that differ between ranks, before and after the step.
     """
 
     weights: Tensors = field(default_factory=dict)
@@ -73,8 +74,8 @@ class Observation:
         self.disagreement = disagreement_of(self.gradients, group)
 
     def record_step(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
-        """Record the parameters after the step."""
-        self.stepped = parameters_of(module)
+        """Record the parameters and the persistent buffers after the step."""
+        self.stepped = parameters_of(module) | buffers_of(module)
         self.apart_after = disagreement_of(self.stepped, group)
 
 
@@ -215,6 +216,11 @@ def evaluate(training: Training, group: dist.ProcessGroup | None, batch: Batch) 
 def parameters_of(module: nn.Module) -> Tensors:
     """Return the whole parameters by name."""
     return {plain_name(name): _full(p.detach()) for name, p in module.named_parameters()}
+
+
+def buffers_of(module: nn.Module) -> Tensors:
+    """Return the persistent buffers by name, which layers may compute from their tokens."""
+    return {plain_name(name): x.detach().cpu().clone() for name, x in persistent_buffers(module)}
 
 
 def gradients_of(module: nn.Module) -> Tensors:

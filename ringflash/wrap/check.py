@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ringflash.comm.agreement import agree, gather
+from ringflash.comm.comparison import gather_values
 from ringflash.comm.group import Group
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import shard_sequence
@@ -41,6 +42,8 @@ _MIXING = (
 _RULES = {
     "inputs": f"be given what it is given in the whole sequence, got {{}}; before it {_MIXING}.",
     "outputs": f"return what it returns for the whole sequence, got {{}}; in it {_MIXING}.",
+    "results": "return what it returns for the whole sequence on every rank, or parts of which that is the sum, mean, "
+    "maximum or minimum, got {}; gather the tokens that it picks or pools (ringflash.unshard_sequence).",
     "logits": f"be given the logits of the whole sequence, got {{}}; before it {_MIXING}.",
     "labels": "be given the labels of the whole sequence, got {}; shift labels before the batch is sharded "
     "(ringflash.loss.shift_labels).",
@@ -60,8 +63,8 @@ def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
             must be that of the whole sequence (or 1 / cp_size of it), or tensors (batch, seqlen, ...).
     Raises:
         ValueError: tensors that differ by more than sqrt(eps) of the largest value, or losses; on every rank, with the
-            first layer. They are the inputs of every attention, what the module returns if it is (batch, seqlen, ...),
-            and what its layers are given, unless a later layer is given the right values.
+            first layer. They are the inputs of every attention, what the module returns, and what its layers are given,
+            unless a later layer is given the right values.
     """
     check_runs(module, run, "the loss of run, averaged over the ranks,", "sum over the tokens of all ranks")
 
@@ -72,7 +75,8 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     group = state.options.group
     ring, whole = _both(module, state, run, _Trace(state), _Trace(state))
     error = _difference(ring.calls, whole.calls, state.options) or _tensor_difference(ring, whole)
-    agree(group, {"check_wrapped": len(ring.calls)}, error)
+    agree(group, {"check_wrapped": len(ring.calls), "results": len(whole.results)}, error)
+    agree(group, {}, _result_difference(ring, whole))
     if group is None:
         return
     dtypes = {x.dtype for call in ring.calls for x in call.tensors} or {torch.float32}
@@ -131,6 +135,7 @@ class _Trace:
         draw: index of the random numbers.
         calls: attention calls.
         tensors: this rank's shard of each tensor, by name, kind and number, in the order of the run.
+        results: outputs of the run on the whole sequence that are as large on the ring.
         lengths: (batch, seqlen) of the tokens that attention was given.
         ring: the run on the ring, for the run on the whole sequence: its tensors are the ones to compare.
         loss: what the run returned, if it is a number.
@@ -141,6 +146,7 @@ class _Trace:
     draw: int = 0
     calls: list[AttentionCall] = field(default_factory=list)
     tensors: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    results: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     ring: _Trace | None = None
     loss: float | None = None
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -161,6 +167,9 @@ class _Trace:
             shard = x if self.ring is None else self._shard(x, self.ring.tensors.get(key), kind)
             if shard is not None:
                 self.tensors[key] = shard.detach().clone()  # the next layer may change it in place
+            elif kind == "outputs" and self.ring is not None and (got := self.ring.tensors.get(key)) is not None:
+                if got.shape == x.shape:
+                    self.results[key] = x.detach().clone()
 
     def _shard(self, x: Tensor, got: Tensor | None, kind: str) -> Tensor | None:
         """Return this rank's part of a tensor of the whole sequence; None if the ring's has no sequence dim."""
@@ -336,6 +345,21 @@ def _tensor_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
         else:
             return pending or ValueError(f"{name} must {_RULES[kind].format(difference)}")
     return pending
+
+
+def _result_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
+    """Return the error for the first result without a sequence dim that is another one over the ranks."""
+    group = ring.state.options.group
+    for key, want in whole.results.items():
+        difference = _differs(ring.tensors[key], want)
+        if group is None or not any(gather(group, difference is not None)):
+            continue
+        parts = gather_values(group, ring.tensors[key].cpu())
+        stacked = torch.stack(parts)
+        reduced = stacked.sum(0), stacked.mean(0), stacked.amax(0), stacked.amin(0)
+        if all(_differs(x, want.cpu()) is not None for x in reduced):
+            return ValueError(f"{key[0]} must {_RULES['results'].format(difference or 'others on other ranks')}")
+    return None
 
 
 def _differs(got: Tensor, want: Tensor) -> str | None:

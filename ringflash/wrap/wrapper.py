@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ringflash import huggingface
@@ -23,9 +24,9 @@ from ringflash.comm.group import Group, resolve
 from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
-from ringflash.comm.modules.parameters import EqualParameters
-from ringflash.huggingface.options import NAME, ModelRing
-from ringflash.sequence.layout import checksum_of_whole, granularity
+from ringflash.comm.modules.parameters import EqualParameters, named_whole
+from ringflash.huggingface.options import NAME, ModelRing, inputs_of
+from ringflash.sequence.layout import find_cut, granularity
 from ringflash.wrap.interception import Interception, WrappedState
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -81,10 +82,7 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
-    module._ringflash_buffers = ChangedBuffers()  # type: ignore[assignment]
-    module._ringflash_gradients = FilledGradients()  # type: ignore[assignment]
-    module._ringflash_parameters = EqualParameters()  # type: ignore[assignment]
-    module._ringflash_aligned = False  # type: ignore[assignment]
+    module._ringflash_forwards = _TrainingForwards()  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_state, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -127,7 +125,7 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
     local = ModelRing(layout="contiguous")  # of any length
     for layer in module.modules():
-        if (inputs := getattr(layer, "_ringflash_inputs", None)) is not None:
+        if (inputs := inputs_of(layer)) is not None:
             changes.append((inputs, "options", local))
         elif isinstance(layer, RingAttention):
             changes.append((layer, "options", layer.options._replace(group=None, layout="contiguous")))
@@ -192,6 +190,11 @@ def _refuse(name: str, layer: nn.Module, refused: dict[type[nn.Module], str]) ->
 
 def _check(name: str, layer: nn.Module, layout: str) -> None:
     _refuse(name, layer, _REFUSED)
+    if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm is not None):
+        raise NotImplementedError(
+            f"{name} must not have scale_grad_by_freq or max_norm, got scale_grad_by_freq={layer.scale_grad_by_freq}, "
+            f"max_norm={layer.max_norm}, which depend on all tokens of a batch, not those of a shard; leave them out."
+        )
     if hasattr(layer, "_orig_mod"):
         raise NotImplementedError(
             f"{name} must not be compiled yet, got a module of torch.compile; compile it after wrapping, or its layers "
@@ -250,8 +253,37 @@ def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _is_training(module: nn.Module) -> bool:
-    """Return True in an eager forward that will have a backward."""
-    return module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Return True in an eager forward that will have a backward; transforms of torch.func are refused by the ring."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return module.training and torch.is_grad_enabled() and not traced
+
+
+class _TrainingForwards:
+    """Comparisons between the ranks of a ring of what a module's training forwards use and change."""
+
+    def __init__(self) -> None:
+        self._aligned = False  # FSDP2's units
+        self._parameters, self._buffers, self._gradients = EqualParameters(), ChangedBuffers(), FilledGradients()
+
+    def begin(self, module: nn.Module, options: ModelRing, given: tuple[Any, ...]) -> None:
+        """Compare the parameters and sequences of a forward, and note the buffers."""
+        if not self._aligned:
+            self._aligned = True
+            align_during_forward(module)
+        cuts = functools.partial(_find_cuts, given)
+        self._parameters.compare(named_whole(module), options.group, cuts, options.layout)
+        self._buffers.begin(module)
+
+    def end(self, module: nn.Module, group: dist.ProcessGroup | None, result: object) -> None:
+        """Compare the buffers that a forward has changed, and its gradients at the end of the backward."""
+        self._buffers.end(module, group)
+        self._gradients.begin(module, group, result)
+
+
+def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
+    """Return how the shards among the arguments of a forward were cut, as far as it is known."""
+    found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
+    return [cut for cut in found if cut is not None]
 
 
 def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,20 +293,13 @@ def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
         compared = compared and not state.whole  # a rank may be off the ring by itself
         if compared:
-            if not self._ringflash_aligned:
-                self._ringflash_aligned = True
-                align_during_forward(self)
-            given = (checksum_of_whole(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-            batch = [checksum for checksum in given if checksum is not None]
-            self._ringflash_parameters.compare(self, state.options.group, batch)
-            self._ringflash_buffers.begin(self)
+            self._ringflash_forwards.begin(self, state.options, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = method(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
         if compared:
-            self._ringflash_buffers.end(self, state.options.group)
-            self._ringflash_gradients.begin(self, state.options.group, result)
+            self._ringflash_forwards.end(self, state.options.group, result)
         return result
 
     return entry

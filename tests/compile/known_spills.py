@@ -16,8 +16,9 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_keys hd128 bfloat16 bounds": 4,
         "backward_keys hd128 bfloat16 bounds deterministic": 1,
-        "backward_keys hd96 bfloat16 ends": 1,
-        "backward_keys hd96 bfloat16 ends window": 3,
+        "backward_keys hd96 bfloat16 ends": 2,
+        "backward_keys hd96 bfloat16 ends window": 2,
+        "backward_keys hd96 bfloat16 ends window in parts": 4,
         "backward_keys hd96 bfloat16 ends down": 1,
         "backward_keys hd128 bfloat16 ends down": 1,
         "backward_keys hd128 bfloat16 ends window": 1,
@@ -32,7 +33,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "forward_fp8 hd128 ends": 7,  # scalars of the third consumer; one of the others
         "forward_fp8 hd128 ends window": 7,
         "forward_fp8 hd128 ends resume fp32 out": 7,
-        "backward_wide hd256 bfloat16 ends": 2,
+        "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 3,
         # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop,
         # too.
@@ -51,6 +52,14 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys_fp8 hd128 fp8 ends window": 13,
     },
     "3.9": {
+        # The second of two consumers, which is 5 to 10% faster than with the addresses that spill nothing.
+        "backward_keys hd96 bfloat16 band": 1,
+        "backward_keys hd96 bfloat16 band store": 1,
+        "backward_keys hd128 bfloat16 band": 1,
+        "backward_keys hd128 bfloat16 band store": 1,
+        "backward_keys hd128 bfloat16 band store fp32 out": 1,
+        "backward_keys hd128 bfloat16 bounds": 1,
+        "backward_keys hd128 float16 band": 1,
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,

@@ -54,7 +54,7 @@ OF_EACH_PATH = {
     "forward_kernel hd128 bfloat16 band resume fp32 out", "forward_kernel hd192 bfloat16 band",
     "forward_kernel hd256 bfloat16 band", "forward_kernel hd192/128 bfloat16 band",
     "forward_kernel hd128 bfloat16 ends window", "forward_fp8 hd256 ends resume fp32 out",
-    "backward_keys hd128 bfloat16 ends window", "backward_wide hd192 bfloat16 ends window",
+    "backward_keys hd128 bfloat16 ends window in parts", "backward_wide hd192 bfloat16 ends window",
     "backward_queries hd256 bfloat16 ends",
     "backward_keys hd64 bfloat16 band", "backward_keys hd96 bfloat16 band", "backward_keys hd128 bfloat16 bounds",
     "backward_keys hd128 bfloat16 band store", "backward_wide hd256 bfloat16 band",

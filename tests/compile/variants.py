@@ -143,6 +143,10 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         _backward(recorder, head_dim, mask)
     with mock.patch.object(backward, "_SHORT_MASKED", 1.0):  # its blocks are all masked
         _backward(recorder, head_dim, "ends down")
+    if head_dim <= 128:
+        patches = {"_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
+        with mock.patch.multiple(backward, **patches):
+            _backward(recorder, head_dim, "ends window", accumulate=False, parts=True)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
@@ -165,12 +169,13 @@ def _backward(
     deterministic: bool = False,
     hops: int = 1,
     only_dq: bool = False,
+    parts: bool = False,
 ) -> None:
     words = [
         _label(head_dim),
         str(dtype)[6:],
         mask,
-        "only dq" if only_dq else "" if accumulate else "store",
+        "only dq" if only_dq else "in parts" if parts else "" if accumulate else "store",
         "fp32 out" if out_dtype else "",
         "deterministic" if deterministic else "",
     ]

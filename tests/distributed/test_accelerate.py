@@ -19,13 +19,22 @@ import torch.distributed as dist
 import ringflash
 from ringflash.accelerate import registration
 from ringflash.accelerate.forward import put_on_ring
-from tests.helpers import models, span_models, trainer
+from tests.helpers import models, span_models
 from tests.helpers.pool import Context, Pool, on_ranks
 from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
+import transformers
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import TorchContextParallelConfig, convert_outputs_to_fp32
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers.trainer_utils import seed_worker
+
+from ringflash import accelerate
+from tests.helpers import trainer
 
 LAYERS = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 CASES: dict[str, tuple[str, bool, dict[str, int], dict[str, Any]]] = {
@@ -133,8 +142,6 @@ def test_generated_answers_are_those_of_one_process(
 @on_ranks(2)
 def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
     """The ring's forward, with what TRL gave it, is found inside accelerate's wrappers of the first."""
-    from accelerate.utils import convert_outputs_to_fp32
-
     model = models.build("llama", "sdpa")
     put_on_ring(model, ctx.group)
     forward = model.forward
@@ -146,8 +153,6 @@ def test_a_second_preparation_for_mixed_precision(ctx: Context) -> None:
 @on_ranks(2)
 def test_hooks_of_a_device_map_are_no_own_forward(ctx: Context) -> None:
     """accelerate sets a forward that calls the model's own."""
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
     model, ids = models.build("llama", "sdpa"), models.tokens(2)
     want = trainer.loss_in_fp64(model(ids).logits, ids, 61)
     add_hook_to_module(model, ModelHook())
@@ -158,8 +163,6 @@ def test_hooks_of_a_device_map_are_no_own_forward(ctx: Context) -> None:
 @on_ranks(4)
 def test_model_without_wrappers_stays_on_the_ring(ctx: Context) -> None:
     """unwrap_model(keep_fp32_wrapper=False) makes a method of the forward that it finds inside them."""
-    from accelerate import Accelerator
-
     trainer.join(ctx)
     model, config = trainer.build(ctx, "llama", {"cp_size": 4})
     accelerator = Accelerator(cpu=True, parallelism_config=config, mixed_precision="bf16")
@@ -198,9 +201,6 @@ def test_labels_of_a_ring_are_not_rounded() -> None:
 @on_ranks(4)
 def test_workers_of_a_ring_are_seeded_alike(ctx: Context) -> None:
     """Trainer seeds them by the process; the ranks of a ring must read the same batches."""
-    from accelerate import Accelerator
-    from transformers.trainer_utils import seed_worker
-
     trainer.join(ctx)
     _, config = trainer.build(ctx, "llama", {"cp_size": 2, "dp_replicate_size": 2})
     accelerator = Accelerator(cpu=True, parallelism_config=config)
@@ -258,13 +258,6 @@ def test_zero_settings_without_an_average_are_refused(ctx: Context, tmp_path: Pa
 
 def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     """Return the error of each wrong use on this rank, or "none"; good calls follow."""
-    import transformers
-    from accelerate import Accelerator, ParallelismConfig
-    from accelerate.utils import TorchContextParallelConfig
-    from transformers.trainer_pt_utils import BatchRebalanceSampler
-
-    from ringflash import accelerate
-
     trainer.join(ctx)
     model, config = trainer.build(ctx, "llama", {"cp_size": 4})
     errors: dict[str, str] = {}
@@ -294,6 +287,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("left padding", model, **good, attention_mask=left)
     attempt("one rank's left padding", model, **good, attention_mask=left if ctx.rank == 3 else mask)
     attempt("holes", model, **good, attention_mask=holes)
+    attempt("numbers of documents", model, **good, attention_mask=mask + (mask.cumsum(1) > 9))
     attempt("4-D mask", model, **good, attention_mask=mask[:, None, None])
     attempt("labelled padding", model, **good, attention_mask=right)
     attempt("documents and a mask", model, **good, attention_mask=mask, position_ids=documents)
@@ -350,6 +344,7 @@ REFUSED = {
     "left padding": "ValueError: attention_mask must be 0 on the right .*padding_side = 'right'",
     "one rank's left padding": "ValueError: (rank 3 of the group: )?attention_mask must be 0 on the right",
     "holes": "ValueError: attention_mask must be 1 on one interval of each row",
+    "numbers of documents": "ValueError: attention_mask must be 0 or 1, got up to 2",
     "4-D mask": "ValueError: attention_mask must have the shape of input_ids .*leave 4-D masks out",
     "labelled padding": "ValueError: labels must be -100 where attention_mask is 0",
     "documents and a mask": "ValueError: attention_mask must be left out if position_ids restart",

@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import ringflash
+from ringflash import huggingface
 from ringflash.attention import sections
-from ringflash.comm import agreement, call_numbers, call_order, transport
+from ringflash.comm import agreement, call_numbers, call_order
 from ringflash.comm.call_order import CallOrder
+from ringflash.comm.transport import opening
+from tests.helpers import models, peer_memory
 from tests.helpers import own_models as own
-from tests.helpers import peer_memory
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, on_ranks
 
@@ -28,7 +30,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def forget() -> None:
-    transport._open.clear()
+    opening._open.clear()
     for notes in (call_numbers._of_groups, agreement._interrupted, agreement._compared):
         notes.clear()
 
@@ -105,9 +107,6 @@ def other_layers_bound(ctx: Context) -> None:
 
 def other_layers_of_transformers(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     model = models.build(num_hidden_layers=3)
     huggingface.set_group(model, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)

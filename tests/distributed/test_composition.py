@@ -20,7 +20,7 @@ from ringflash.memory import tile_mlps
 from tests.helpers import dense, ring_check
 from tests.helpers.cases import Case
 from tests.helpers.peer_memory import messages_by_heads
-from tests.helpers.pool import Context, on_ranks
+from tests.helpers.pool import Context, Pool, on_ranks
 from tests.helpers.tolerance import assert_close
 
 
@@ -104,6 +104,16 @@ def test_training_after_inference_mode(ctx: Context) -> None:
             want = ring_check.oracle(case, whole, 6, torch.float64)["out"]
             assert_close({"out": out}, {"out": ring_check.shard(ctx, case, want)})
             ring_check.check(ctx, case)
+
+
+def group_name(ctx: Context) -> str:
+    return dist.new_group(list(range(ctx.size))).group_name
+
+
+def test_ranks_of_a_pool_name_groups_alike(pool: Pool) -> None:
+    """After a body on some of them made a group, too; or meshes of later bodies would wait for each other."""
+    pool.run(group_name, size=2)
+    assert len(set(pool.run(group_name, size=4))) == 1
 
 
 @on_ranks(4)
@@ -234,27 +244,3 @@ def test_tiled_mlps_learn_under_fsdp1(ctx: Context, use_orig_params: bool) -> No
     with FullyShardedDataParallel.summon_full_params(model):
         for got, want in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, ctx: Context) -> None:
-        super().__init__()
-        self.project = torch.nn.Linear(32, 96, dtype=torch.float64)
-        self.attention = ringflash.RingAttention(ctx.group)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 16)).unbind(2)
-        return self.attention(q, k, v).flatten(2)
-
-
-@on_ranks(2, timeout_s=120)
-def test_compiled_layer_on_a_group(ctx: Context) -> None:
-    """One graph, equal output and gradients."""
-    torch.manual_seed(0)
-    layer = Layer(ctx)
-    x = ringflash.shard_sequence(torch.randn(1, 8 * ctx.size, 32, dtype=torch.float64), ctx.group)
-    eager = layer(x)
-    (expected,) = torch.autograd.grad(eager.square().sum(), layer.project.weight)
-    out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-    (got,) = torch.autograd.grad(out.square().sum(), layer.project.weight)
-    assert_close({"out": out.detach(), "dw": got}, {"out": eager.detach(), "dw": expected})

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash import huggingface
 from ringflash.comm import cuda_graphs, seeding
+from ringflash.huggingface import forward_inputs
+from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, on_ranks
 
@@ -47,8 +50,6 @@ def assert_independent(masks: list[Tensor]) -> None:
 def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
     """The masks of two forwards on two ranks differ; with checkpointed layers the gradients are the same to the bit."""
     transformers = pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
 
     def step(reentrant: bool | None, rate: float) -> tuple[list[Tensor], list[Any], Tensor]:
         config = transformers.PhiConfig(**models.TINY, embd_pdrop=rate, resid_pdrop=rate, hidden_act="gelu")
@@ -86,10 +87,6 @@ def test_transformers_model(ctx: Context, reentrant: bool | None) -> None:
 def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
     """torch raises if generators are read then, so a model with dropout is refused, and one without runs as before."""
     transformers = pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from ringflash.huggingface import consistency
-    from tests.helpers import models
-
     huggingface.register()
     config = transformers.PhiConfig(**models.TINY, embd_pdrop=0.0, resid_pdrop=0.5, hidden_act="gelu")
     model = transformers.PhiForCausalLM._from_config(config, attn_implementation="ringflash")
@@ -102,16 +99,13 @@ def test_a_captured_forward_seeds_nothing(ctx: Context) -> None:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        with mock.patch.object(consistency, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
+        with mock.patch.object(forward_inputs, "seeded_by_rank", mock.Mock(side_effect=AssertionError)):
             model(**batch)
 
 
 @on_ranks(2)
 def test_refused_forward_leaves_the_generators(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     model = models.build().train()
     huggingface.set_group(model, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)

@@ -198,9 +198,3 @@ def test_other_backwards_are_refused_by_name(options: dict[str, Any], error: typ
     x = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(error, match=message):
         ringflash.ring_attention(x, x, x, group=None, **options)
-
-
-def test_auto_never_rounds() -> None:
-    x = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-    assert ringflash.explain(x, x, x, group=None).impl == "reference"
-    assert ringflash.explain(x, x, x, group=None, impl=IMPL).impl == IMPL

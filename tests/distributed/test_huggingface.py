@@ -20,6 +20,8 @@ from tests.helpers.ring_check import assert_trains_alike
 
 pytest.importorskip("transformers")
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
 LENGTH = 32
 BOUNDS = (0, 11, 12, 32)
 DIVISIBLE = (0, 8, 32)  # by 2 * 4 ranks
@@ -51,8 +53,6 @@ OF_KIND: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str, group: dist.ProcessGroup | None, layout: str = "zigzag") -> huggingface.CausalLMWithLoss:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     huggingface.register()
     config = AutoConfig.for_model(
         kind, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -150,7 +150,8 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
 
 
 FAULTS = {
-    "local positions": "position_ids must be", "padding on one rank": "all ones, got zeros",
+    "local positions": "position_ids must be", "padding on one rank": "all ones, got others",
+    "numbers of documents on one rank": "all ones, got others",
     "4-D mask on one rank": "attention_mask must be None", "cache on one rank": "use_cache must not",
     "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
     "other labels on one rank": "given to prepare_batch must be the same on all ranks",
@@ -172,6 +173,8 @@ def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
         batch["position_ids"] = torch.arange(length)[None]
     if fault == "padding on one rank" and last:
         batch["attention_mask"] = torch.arange(length)[None] < 3
+    if fault == "numbers of documents on one rank" and last:
+        batch["attention_mask"] = torch.arange(length)[None] // 3 + 1
     if fault == "4-D mask on one rank" and last:
         batch["attention_mask"] = torch.zeros(1, 1, length, length)
     if fault == "cache on one rank" and last:

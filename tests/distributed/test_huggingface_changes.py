@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from tests.helpers import models
 from tests.helpers.pool import Context, on_ranks
 
 pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForTokenClassification
 
 
 def second_model(model: Any) -> nn.Module:
@@ -146,8 +149,6 @@ def test_labels_without_their_number_are_refused(ctx: Context) -> None:
 @on_ranks(2)
 def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
     """A model for both; one rank has an image."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     huggingface.register()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = {"model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, **sizes}
@@ -170,8 +171,6 @@ def test_images_are_refused_and_text_is_not(ctx: Context) -> None:
 
 @on_ranks(2)
 def test_labels_averaged_over_the_shard_are_refused(ctx: Context) -> None:
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
     huggingface.register()
     model = AutoModelForTokenClassification.from_config(
         AutoConfig.for_model("llama", **models.TINY), attn_implementation="ringflash"
@@ -183,6 +182,25 @@ def test_labels_averaged_over_the_shard_are_refused(ctx: Context) -> None:
     labels = {"labels": torch.ones_like(batch["input_ids"])} if ctx.rank else {}
     with pytest.raises(NotImplementedError, match="labels must not be given to LlamaForTokenClassification on a ring"):
         model(**batch, **labels)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@on_ranks(2)
+def test_what_depends_on_the_shard_length_is_refused(ctx: Context, ranks: tuple[int, ...]) -> None:
+    """The last tokens of a shard; noise that Trainer's option adds, in training only."""
+    model = build("llama", ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    from transformers.integrations.neftune import activate_neftune
+
+    kept = 1 if ctx.rank in ranks else 0
+    with pytest.raises(NotImplementedError, match="logits_to_keep must be 0 on a ring, .*, got 1: the last tokens"):
+        model.model(**batch, logits_to_keep=kept)
+    model.model(**batch, logits_to_keep=torch.arange(2))
+    if kept:
+        activate_neftune(model.model, 5.0)
+    model.eval()(**batch)
+    with pytest.raises(NotImplementedError, match="neftune_noise_alpha must be None"):
+        model.train()(**batch)
 
 
 @on_ranks(2)
@@ -232,21 +250,26 @@ def _step_alone(model: Any, batch: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil, found", [("seeds", r"layers\.1\S*up_proj\.weight \(1 of "), ("averages", r".* \(20 of 20\)")]
-)
+    "spoil, found",
+    [
+        ("seeds", r"model\.layers\.1\S*up_proj\.weight \(1 of "), ("head", r"lm_head\.weight \(1 of "),
+        ("averages", r".* \(21 of 21\)"),
+    ],
+)  # fmt: skip
 @on_ranks(2)
 def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str) -> None:
     """Initial values or gradients differ. Forwards 1, 2, 4, ... compare; copies do, too."""
     ring = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     for model in (deepcopy(ring), ring):
-        weight = model.model.model.layers[1].mlp.up_proj.weight
+        weight = model.model.lm_head.weight if spoil == "head" else model.model.model.layers[1].mlp.up_proj.weight
         if spoil == "averages":
             _step_alone(model, batch)
         elif ctx.rank:
             weight.data.mul_(1.01)
+        call = model if spoil == "seeds" or model is ring else partial(model.model, labels=batch["shift_labels"])
         with pytest.raises(ValueError, match=rf"parameters must be equal on all ranks .* values of {found}.*; seed"):
-            model(**batch)
+            call(**batch)
     for parameter in ring.parameters():
         parameter.allreduce = False  # as of experts of a rank
     for _ in range(4):

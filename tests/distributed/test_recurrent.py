@@ -76,7 +76,7 @@ def mamba_inputs(batch: int) -> dict[str, Tensor]:
 def run(kind: str, inputs: dict[str, Tensor], stretch: Stretch) -> Tensor:
     if kind == "mamba2":
         return recurrent.mamba2_scan(loop_scan, **inputs, stretch=stretch, dt_softplus=True, dt_limit=(0.1, 2.0))
-    if kind == "conv":
+    if kind.startswith("conv"):
         weight = inputs["weight"]
         channels, width = len(weight), weight.shape[-1]
 
@@ -89,8 +89,11 @@ def run(kind: str, inputs: dict[str, Tensor], stretch: Stretch) -> Tensor:
 
 
 def inputs_of(kind: str, batch: int) -> dict[str, Tensor]:
-    if kind == "conv":  # a halo of four tokens: with four ranks, of two of them
-        return {"x": drawn(batch, LENGTH, 3, seed=1), "weight": drawn(3, 1, 5, seed=2)}
+    if kind.startswith("conv"):  # a halo of four tokens: with four ranks, of two of them; or of none
+        return {
+            "x": drawn(batch, LENGTH, 3, seed=1),
+            "weight": drawn(3, 1, 1 if kind == "conv of a token" else 5, seed=2),
+        }
     return mamba_inputs(batch) if kind == "mamba2" else delta_inputs(batch, kind == "kda")
 
 
@@ -109,7 +112,7 @@ def outputs_and_gradients(kind: str, inputs: dict[str, Tensor], group: Any, boun
 
 
 def equals_whole(ctx: Context, layout: str) -> None:
-    for kind in ("conv", "mamba2", "delta", "kda"):
+    for kind in ("conv", "conv of a token", "mamba2", "delta", "kda"):
         for batch, bounds in ((2, None), *((1, bounds) for bounds in DOCUMENTS)):
             inputs = inputs_of(kind, batch)
             got, *gradients = outputs_and_gradients(kind, inputs, ctx.group, bounds, layout)

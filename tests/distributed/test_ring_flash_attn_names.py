@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ringflash.compat import ring_flash_attn as names
 from tests.helpers import dense, models
-from tests.helpers.pool import Context, Pool, on_ranks
+from tests.helpers.pool import Context, on_ranks
 from tests.helpers.tolerance import assert_close
 
 SEQLEN, HEADS, DIM = 16, 4, 8
@@ -77,7 +77,19 @@ def test_batches(ctx: Context, name: str, form: str, causal: bool, window: tuple
     assert_dense(ctx, form, zigzag, whole, leaves, result, causal=causal, window_size=window, softmax_scale=0.3)
 
 
-def varlen_call(ctx: Context, form: str, bounds: list[int], causal: bool, window: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "form, bounds, causal, window",
+    [
+        *(("", bounds, True, (-1, -1)) for bounds in DOCUMENTS),
+        ("", DOCUMENTS[1], False, (-1, -1)),
+        ("", DOCUMENTS[1], True, (4, 0)),
+        ("kv", DOCUMENTS[1], True, (-1, -1)),
+        ("qkv", DOCUMENTS[1], True, (-1, -1)),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_packed_documents(ctx: Context, form: str, bounds: list[int], causal: bool, window: tuple[int, int]) -> None:
     whole = problem(HEADS if form == "qkv" else 2, 1)
     leaves = packed(form, *(part(whole[x], ctx, False)[0] for x in "qkv"))
     given = torch.tensor(bounds, dtype=torch.int32)
@@ -94,16 +106,6 @@ def varlen_call(ctx: Context, form: str, bounds: list[int], causal: bool, window
         group=ctx.group,
     )  # fmt: skip
     assert_dense(ctx, form, False, whole, leaves, result, causal=causal, window_size=window, cu_seqlens=bounds)
-
-
-@pytest.mark.parametrize("bounds, causal", [*((x, True) for x in DOCUMENTS), (DOCUMENTS[1], False)], ids=str)
-def test_packed_documents(pool: Pool, bounds: list[int], causal: bool) -> None:
-    pool.run(varlen_call, "", bounds, causal, (-1, -1), size=2)
-
-
-@pytest.mark.parametrize("form, window", [("", (4, 0)), ("kv", (-1, -1)), ("qkv", (-1, -1))])
-def test_packed_documents_in_other_forms(pool: Pool, form: str, window: tuple[int, int]) -> None:
-    pool.run(varlen_call, form, DOCUMENTS[1], True, window, size=2)
 
 
 @pytest.mark.parametrize("form, window", [("", (-1, -1)), ("kv", (3, 0)), ("qkv", (-1, -1))])
@@ -128,7 +130,8 @@ def test_zigzags_of_documents(ctx: Context, form: str, window: tuple[int, int]) 
     assert nothing is None
 
 
-def evaluated(ctx: Context) -> None:
+@on_ranks(2)
+def test_packed_documents_in_inference_mode(ctx: Context) -> None:
     """Bounds are prepared in inference mode, as by an evaluation."""
     whole = problem(2, 1)
     with torch.inference_mode():
@@ -139,10 +142,6 @@ def evaluated(ctx: Context) -> None:
         )
     want = dense.attention(**whole, causal=True, cu_seqlens=DOCUMENTS[1])["out"]
     assert_close({"out": out[None]}, {"out": part(want, ctx, False)})
-
-
-def test_packed_documents_in_inference_mode(pool: Pool) -> None:
-    pool.run(evaluated, size=2)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -21,6 +21,9 @@ from tests.helpers.span_models import KINDS, LENGTH, TEXT, TOWER, build, in_fp64
 
 pytest.importorskip("transformers")
 
+import transformers
+from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+
 
 @pytest.mark.parametrize(
     "kind, layout", [(kind, layout) for kind in KINDS for layout in ("zigzag", "balanced", "contiguous")][:-1]
@@ -155,8 +158,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # clas
 @on_ranks(2)
 def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
     """Models that make spans themselves, or other masks: by `set_group`, or in a forward."""
-    import transformers
-
     huggingface.register()
     name, changes, given, message = REFUSED[kind]
     with torch.device("meta"):
@@ -172,8 +173,6 @@ def test_refuses_models_with_other_masks(ctx: Context, kind: str) -> None:
 @on_ranks(2)
 def test_positions_in_parts(ctx: Context) -> None:
     """M-RoPE of Qwen-VL: time, row and column of each token, of which only the text's positions can be checked."""
-    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
-
     huggingface.register()
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     config = AutoConfig.for_model(

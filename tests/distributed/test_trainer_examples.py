@@ -20,13 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import trainer
 from tests.helpers.examples import example
 from tests.helpers.pool import Context, Pool
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.helpers import trainer
 
 
 def printed(ctx: Context, code: str, folder: str) -> str:
@@ -49,8 +53,6 @@ def run(code: str, folder: Path, size: int = 2) -> list[str]:
 
 def launch(code: str, folder: Path) -> str:
     """Return what a script prints if the command in its first line starts it, on forked ranks (`run_ranks`)."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
     words = code.splitlines()[0].partition("run by: accelerate launch ")[2].split()
     script = folder / words[-1]
     script.write_text(f"import os\nos.chdir({str(folder)!r})\n{code}")
@@ -97,8 +99,6 @@ def test_a_loop_is_that_of_one_process(tmp_path: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """With a model, its tokenizer, and texts."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     tokenizer = trainer.tokenizer()
     config = Qwen3Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -14,11 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.helpers import models, trainer
+from tests.helpers import models
 from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("trl")
 
+from trl.trainer.utils import add_fused_lm_head
+
+from ringflash.accelerate.forward import RingForward, put_on_ring
+from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
+from ringflash.accelerate.trl import FusedHead, count_groups_of_rings, score_batch
+from tests.helpers import trainer
 
 UPDATES = 2 * 0.5 * 0.05  # steps, learning rate, norm
 
@@ -44,10 +50,6 @@ def test_training_is_that_of_one_process(pool: Pool, alone: Pool, kind: str, tmp
 @on_ranks(2)
 def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
     """On every rank: TRL's trainers add it to their loss."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    from ringflash.accelerate.forward import put_on_ring
-
     ring, whole = (models.build("qwen3_experts", "sdpa", output_router_logits=True) for _ in range(2))
     add_fused_lm_head(ring)
     put_on_ring(ring, ctx.group)
@@ -59,10 +61,6 @@ def test_router_loss_is_of_the_whole_sequence(ctx: Context) -> None:
 @on_ranks(2)
 def test_counted_positions_are_not_shared(ctx: Context) -> None:
     """Llama 4's layers without rotation would count those of packed tokens; with chunks its tables are refused, too."""
-    from trl.trainer.utils import add_fused_lm_head
-
-    from ringflash.accelerate.forward import RingForward, put_on_ring
-
     model = models.build("chunks", "sdpa", layer_types=["full_attention"] * 2, attention_chunk_size=None)
     add_fused_lm_head(model)
     put_on_ring(model, ctx.group)
@@ -75,8 +73,6 @@ def test_counted_positions_are_not_shared(ctx: Context) -> None:
 
 
 def test_other_labels_and_token_types_are_not_shared() -> None:
-    from ringflash.accelerate.rows import TokenTypes, read_rows, share_rows, shift_rows
-
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
     packed = share_rows(read_rows(ids, shift_rows(ids).masked_fill(ids < 7, -100)), 1)
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 7, 9]]
@@ -95,8 +91,6 @@ def test_other_labels_and_token_types_are_not_shared() -> None:
 
 def refusal(**changes: Any) -> str:
     """Error of a GRPO configuration on rings of two, or the prompts' batch that it then counts."""
-    from ringflash.accelerate.trl import count_groups_of_rings
-
     good = {
         "per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4, "num_generations_eval": None,
         "per_device_eval_batch_size": 6, "do_eval": False, "scale_rewards": "group", "world_size": 6,
@@ -122,9 +116,6 @@ def test_groups_that_rings_would_divide_are_refused() -> None:
 
 
 def test_head_in_fp32_is_so_under_autocast() -> None:
-    from ringflash.accelerate.rows import BatchRows
-    from ringflash.accelerate.trl import FusedHead, score_batch
-
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((1, 6, 32), (11, 32)))
     labels = torch.arange(6)[None]

@@ -3,6 +3,7 @@ processes, fp32; needs the huggingface extra."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from tests.helpers.pool import Context, Pool, on_ranks
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from ringflash.verify.attention import attention_checks
+from ringflash.verify.session import Session, Settings
+from ringflash.verify.subject import draw_data, load
+from tests.helpers import plants
+from tests.helpers.models import TINY, build
+
 SEQLEN = 48
 BOUNDS = [0, 19, 29, 48]
 
@@ -24,9 +34,6 @@ def report_of(
     settings: dict[str, Any] | None = None,
 ) -> tuple[bool, dict[str, list[str]], str, str]:  # fmt: skip
     """(passed, what failed by check, first difference, likely cause)."""
-    from ringflash.verify.session import Session, Settings
-    from tests.helpers import plants
-
     build: Any = getattr(plants, plant)
     told = Settings(SEQLEN, torch.float32, ctx.device, bounds, **settings or {})
     with plants.PATCHES[patch]() if patch else nullcontext():
@@ -36,9 +43,6 @@ def report_of(
 
 def report_of_folder(ctx: Context, folder: str, layers: int | None) -> tuple[bool, list[str], int]:
     """(passed, what failed, layers that were compared) of a folder as the command takes it."""
-    from ringflash.verify.session import Session, Settings
-    from ringflash.verify.subject import load
-
     session = Session(load(folder, layers, 0), ctx.group, Settings(SEQLEN, torch.float32, ctx.device))
     report = session.run()
     return report.passed, [c.name for c in report.checks if c.failed], len(session.windows)
@@ -49,8 +53,6 @@ def report_with_more_baselines(ctx: Context, patch: str | None) -> tuple[bool, f
 
     The first baseline is too exact, unless a mistake is patched in.
     """
-    from ringflash.verify.session import Session, Settings
-    from tests.helpers import plants
 
     def lucky(self: Session, got: Any) -> Any:
         runs = original(self, got)
@@ -97,9 +99,6 @@ def test_a_right_training_passes(pool: Pool, size: int, options: list[Any]) -> N
 @on_ranks(2)
 def test_the_default_device_of_torch_is_not_used(ctx: Context) -> None:
     """A model's code may call torch.set_default_device("cuda"); generators of the CPU cannot draw there."""
-    from ringflash.verify.attention import attention_checks
-    from ringflash.verify.subject import draw_data
-
     want = draw_data(61, SEQLEN, BOUNDS, 0, ctx.device)
     with torch.device("meta"):
         data = draw_data(61, SEQLEN, BOUNDS, 0, ctx.device)
@@ -121,9 +120,6 @@ def test_more_baselines_hide_no_other_scale(pool: Pool, patch: str, drawn: int) 
 
 @on_ranks(2)
 def test_limits_of_fp8_are_printed(ctx: Context) -> None:
-    from ringflash.verify.session import Session, Settings
-    from tests.helpers import plants
-
     report = Session(plants.right_in_fp8, ctx.group, Settings(SEQLEN, torch.float32, ctx.device)).run()
     if ctx.rank == 0:
         loss, gradients = (check.note for check in report.checks if check.name.startswith("FP8 against exact"))
@@ -160,6 +156,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "other_weights": ("weights before: model.lm_head.weight", "the models differ before the first step"),
     "other_weights_on_rank_1": ("weights before: model.lm_head.weight", "from one seed"),
     "other_step_on_rank_1": ("optimizer step: model.model.embed_tokens.weight", ""),
+    "counts_averaged": ("optimizer step: model.model.layers.1.mlp.counts", ""),
     "other_last_norm": ("layer outputs: last hidden state at position 0", ""),
 }
 
@@ -255,7 +252,7 @@ def test_a_mask_that_full_layers_hide_is_named(pool: Pool, patch: str) -> None:
 def test_attention_in_both_directions(
     pool: Pool, plant: str, bounds: list[int] | None, window: int | None, where: str, why: str
 ) -> None:
-    """Errors of a model that is said not to be causal."""
+    """The model is said not to be causal."""
     settings = {"window": window, "causal": False}
     assert_named(pool, where, why, plant, None, bounds, None, settings)
 
@@ -284,10 +281,6 @@ def test_what_cannot_be_judged_is_refused(ctx: Context, plant: str, message: str
 
 def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> None:
     """A checkpoint in safetensors; only its configuration; only its first layer; experts, that round by the batch."""
-    from transformers import AutoConfig
-
-    from tests.helpers.models import TINY, build
-
     model = build("qwen3_window").float()
     model.save_pretrained(tmp_path / "checkpoint")
     model.config.save_pretrained(tmp_path / "config")
@@ -299,13 +292,6 @@ def test_a_folder_with_weights_or_without_passes(pool: Pool, tmp_path: Path) -> 
 
 def test_layers_that_are_cut_off_are_not_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """transformers lists them for every load; a tensor that is not there at all is still said."""
-    import logging
-
-    from safetensors.torch import load_file, save_file
-
-    from ringflash.verify.subject import load
-    from tests.helpers.models import build
-
     build("qwen3_window").float().save_pretrained(tmp_path)
     log = logging.getLogger("transformers")  # which hands nothing on
     log.addHandler(caplog.handler)
@@ -324,8 +310,6 @@ def test_layers_that_are_cut_off_are_not_listed(tmp_path: Path, caplog: pytest.L
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     """Rather than drawn anew."""
-    from ringflash.verify.subject import load
-
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match="weights must be safetensors, got .bin files"):
         load(str(tmp_path), None, 0)

@@ -16,14 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ringflash
+from ringflash import huggingface
 from ringflash.comm.modules import buffers
 from ringflash.wrap.wrapper import in_step, refuse_between_steps
+from tests.helpers import models
 from tests.helpers import own_models as own
 from tests.helpers.pool import Context, Pool, on_ranks
 from tests.helpers.ring_check import assert_trains_alike
@@ -93,7 +95,7 @@ def test_wrapped_equals_unwrapped(pool: Pool, size: int, name: str) -> None:
     pool.run(equals_unwrapped, name, False, size=size)
 
 
-@pytest.mark.parametrize("name", ["rotary", "non_reentrant", "broken", "partly"])
+@pytest.mark.parametrize("name", ["rotary", "bound", "non_reentrant", "broken", "partly"])
 def test_compiled_equals_unwrapped(pool: Pool, name: str) -> None:
     """One graph: wrapping does not break it, checkpointed or not; where the layer itself does, nothing is missed.
 
@@ -260,9 +262,6 @@ def test_layers_put_in_later_attend_over_the_ring(ctx: Context, change: str) -> 
 @on_ranks(2, 4)
 def test_transformers_model_within_a_module(ctx: Context) -> None:
     pytest.importorskip("transformers")
-    from ringflash import huggingface
-    from tests.helpers import models
-
     whole, ring = models.build(impl="sdpa"), nn.ModuleDict({"lm": models.build(impl="sdpa")})
     ringflash.wrap_attention(ring, ctx.group)
     batch = huggingface.prepare_batch(models.tokens(), group=ctx.group)
@@ -580,15 +579,78 @@ def test_check_compares_the_loss(ctx: Context, name: str, dtype: torch.dtype) ->
         ringflash.check_wrapped(model, run)
 
 
+class Pooled(own.Model):
+    """Returns a result for each sequence, of its last token, its mean, or its last token wherever that is."""
+
+    how = "mean"
+    group: Any = None
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = super().forward(tokens, positions)
+        whole = tokens.shape[1] == own.LENGTH
+        if self.how == "gathered":
+            x = ringflash.unshard_sequence(x, None if whole else self.group)
+        return x.mean(1) if self.how == "mean" else x[:, -1]
+
+
+@pytest.mark.parametrize("how", ["mean", "gathered", "last"])
+@on_ranks(2)
+def test_check_compares_results_of_a_sequence(ctx: Context, how: str) -> None:
+    model = own.build(Pooled, is_causal=True)
+    model.how, model.group = how, ctx.group
+    ringflash.wrap_attention(model, ctx.group)
+
+    def run(group: dist.ProcessGroup | None) -> None:
+        positions = ringflash.shard_sequence(torch.arange(own.LENGTH)[None], group)[0]
+        model(ringflash.shard_sequence(own.tokens(), group), positions)
+
+    if how != "last":
+        ringflash.check_wrapped(model, run)
+        return
+    with pytest.raises(ValueError, match="Pooled must return what it returns for the whole sequence on every rank, or"):
+        ringflash.check_wrapped(model, run)
+
+
 @on_ranks(2)
 def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
-    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks."""
+    """Each rank has drawn a batch of its own, as by a loader that splits data over all ranks; also copies of shards."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
-    shard, positions = own.shard(ctx)
+    right, positions = own.shard(ctx)
     other = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
-    with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"):
-        model(other, positions)
-    model(shard, positions)
+    for given in (other, other.clone()):
+        with pytest.raises(
+            ValueError, match="sequences that shard_sequence cuts must be the same on all ranks of a ring"
+        ):
+            model(given, positions)
+    for given in (right, right.clone()):
+        model(given, positions)
+    if ctx.rank:  # two sequences with this shard: it is not known which one a copy is of
+        ringflash.shard_sequence(own.tokens().index_fill(1, torch.tensor([0]), 1), ctx.group)
+    for _ in range(4):
+        model(right.clone(), positions)
+    for _ in range(7):
+        model(right, positions)
+    contiguous = ringflash.shard_sequence(own.tokens(), ctx.group, layout="contiguous")
+    with pytest.raises(ValueError, match="cut by the layout of the module's attention, 'zigzag', got .'contiguous'"):
+        model(contiguous, positions)
+
+
+@on_ranks(2)
+def test_averages_compare_parameters(ctx: Context) -> None:
+    """A layer that is not wrapped was seeded by the rank. What is meant to differ is divided only."""
+    layer = nn.Linear(4, 4).double()
+    with torch.no_grad():
+        layer.weight += ctx.rank
+    layer.weight.grad, layer.bias.grad = (
+        torch.full((4, 4), 2.0 + ctx.rank).double(),
+        torch.arange(4.0).double() * ctx.rank,
+    )
+    with pytest.raises(ValueError, match=r"different values of parameter 0 \(4, 4\) \(1 of 2\); seed all ranks alike"):
+        ringflash.average_gradients(layer.parameters(), ctx.group)
+    layer.weight.allreduce = False  # type: ignore[attr-defined]
+    ringflash.average_gradients(layer.parameters(), ctx.group)
+    assert_close(layer.weight.grad, torch.full((4, 4), (2.0 + ctx.rank) / ctx.size).double())
+    assert_close(layer.bias.grad, torch.arange(4.0).double() / 2)
 
 
 @on_ranks(2)
@@ -606,6 +668,38 @@ def test_gradients_of_a_shard_are_refused(ctx: Context) -> None:
     model(shard, positions)
     with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
         model(shard, positions)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@on_ranks(4)
+def test_fsdp_over_data_ranks_only_is_refused(ctx: Context, version: int) -> None:
+    """Two rings, whose ranks each have shards of their own; with FSDP2 no parameter is in the outermost unit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), mesh["ring"])
+    around: nn.Module = model
+    if version == 1:
+        around = FullyShardedDataParallel(model, mesh["data"].get_group(), device_id=ctx.device)
+    for unit in (*model.blocks, model.embedding, model.positions, model.head) if version == 2 else ():
+        fully_shard(unit, mesh=mesh["data"])
+    shard = ringflash.shard_sequence(own.tokens().roll(mesh["data"].get_local_rank(), 1), mesh["ring"])
+    positions = ringflash.local_positions(own.LENGTH, 2, mesh["ring"].get_local_rank())
+    around(shard, positions).square().sum().backward()
+    torch.optim.SGD(around.parameters(), lr=0.1).step()
+    with pytest.raises(ValueError, match="parameters must be equal on all ranks of a ring, .* got different values of"):
+        around(shard, positions)
+
+
+@on_ranks(2)
+def test_transforms_of_functions_are_refused(ctx: Context) -> None:
+    """The comparison of parameters, which have no values there, comes after that."""
+    model = ringflash.wrap_attention(own.build(own.Model, is_causal=True), ctx.group)
+    batch = own.tokens()[:, : own.LENGTH // ctx.size], torch.arange(own.LENGTH // ctx.size)
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, batch).sum()
+
+    with pytest.raises(NotImplementedError, match=r"outside of torch\.func's transforms"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", [own.Model, own.Bound])

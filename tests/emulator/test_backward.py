@@ -118,6 +118,20 @@ def test_broken_promise_of_only_dq():
         run.add(k, v, _CAUSAL, dk, dv)
 
 
+@pytest.mark.parametrize(
+    "seqlen, group, deterministic, expected",
+    [(1024, 1, False, 8), (2048, 1, False, 4), (4096, 1, False, 8), (1024, 4, False, 32), (1024, 1, True, 32)],
+    ids=str,
+)
+def test_short_heads_run_few_at_a_time(seqlen, group, deterministic, expected):
+    """Heads together, of 64 at head_dim 128: with more of them, dQ of short ones would not stay in L2."""
+    q = torch.zeros(1, 64, 4, 128, dtype=torch.bfloat16)
+    module, lse = Emulator().load("backward.host"), torch.zeros(1, 4, 64)
+    run = module.HopperBackward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
+    hop = module.hop_of(Mask.band(seqlen, seqlen, causal=True), torch.device("cpu"))
+    assert run.heads_together(hop, 64, group) == expected
+
+
 def test_last_section_of_two_heads():
     """Tiles of the first head, then those of the other two, which alternate."""
     emulator = Emulator()
@@ -418,26 +432,19 @@ FAULTS_IN_ORDER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
-def test_planted_faults_are_caught(fault):
-    _assert_caught(fault, Shape())
+_CAUGHT = [
+    pytest.param(fault, shape, id=f"{shape}-{name}")
+    for shape, faults in ((Shape(), FAULTS), (Shape(128), FAULTS_IN_TURNS), (Shape(192), FAULTS_APART))
+    for name, fault in faults.items()
+]
 
 
-def _assert_caught(fault: tuple[str, str, str], shape: Shape) -> None:
+@pytest.mark.parametrize("fault, shape", _CAUGHT)
+def test_planted_faults_are_caught(fault, shape):
     def check(mask: Mask, emulator: Emulator) -> None:
         assert_close(*_gradients(mask, shape, emulator=emulator, in_step=True))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
-
-
-@pytest.mark.parametrize("fault", FAULTS_IN_TURNS.values(), ids=FAULTS_IN_TURNS.keys())
-def test_planted_faults_are_caught_in_turns(fault):
-    _assert_caught(fault, Shape(128))
-
-
-@pytest.mark.parametrize("fault", FAULTS_APART.values(), ids=FAULTS_APART.keys())
-def test_planted_faults_are_caught_with_dq_apart(fault):
-    _assert_caught(fault, Shape(192))
 
 
 # Several tiles for each block; the second block sees some before and two after a gap.

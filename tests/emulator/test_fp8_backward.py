@@ -33,24 +33,29 @@ def _gradients(
 ):
     """dq, dk, dv of the kernels and of the specification: added to, or overwritten in the dtype `stored`."""
     q, k, v, dout = inputs(mask, shape)
-    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, shape.batch, shape.num_heads, mask.seqlen_q)
-    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
-    options: dict = dict(num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max)
-    if with_dlse:
-        options["dlse"] = torch.randn(lse.shape, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    dlse = torch.randn(*q.shape[:1], shape.num_heads, mask.seqlen_q, generator=generator) if with_dlse else None
     module = (emulator or Emulator()).load("fp8.backward")
-    module.quantise_kv = fp8_reference.quantise_kv
     module._PROMOTE = promote
     if whole_groups:
         module.host._MANY_TILES = module.host.SMS = 1
     results = []
-    for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward):
-        run = backward(dout, q, out, lse, **options)
+    for run in _passes(module, q, k, v, dout, mask, products, dlse):
         dk, dv = (torch.full(x.shape, 0.5, dtype=stored or torch.float32) for x in (k, v))
         with cuda_properties(num_sms):
             run.add(k, v, mask, dk, dv, accumulate=stored is None)
         results.append((run.finish(), dk, dv))
     return results
+
+
+def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None) -> list:
+    """Begin a backward by the kernels, and by the specification; out and lse are the latter's."""
+    module.quantise_kv, scale = fp8_reference.quantise_kv, q.shape[-1] ** -0.5
+    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, q.shape[0], q.shape[2], q.shape[1])
+    fp8_reference.forward(q, k, v, mask, scale, out=out, lse=lse, row_max=row_max)
+    options: dict = {"num_kv_heads": k.shape[2], "softmax_scale": scale, "products": products, "row_max": row_max}
+    kinds = module.Fp8Backward, fp8_reference.Fp8ReferenceBackward
+    return [kind(dout, q, out, lse, **options, **({} if dlse is None else {"dlse": dlse})) for kind in kinds]
 
 
 def _assert_equal(got, want, limit: float = 4e-3) -> None:
@@ -123,13 +128,7 @@ def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place, products):
     q, k, v, dout = inputs(mask, shape)
     dout[0, zeros] = 0.0
     plant(place, row, q, k, v, dout)
-    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 256)
-    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
-    module = Emulator().load("fp8.backward")
-    module.quantise_kv = fp8_reference.quantise_kv
-    run = module.Fp8Backward(
-        dout, q, out, lse, num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max
-    )
+    run, _ = _passes(Emulator().load("fp8.backward"), q, k, v, dout, mask, products)
     dk, dv = torch.zeros(2, *k.shape)
     run.add(k, v, mask, dk, dv)
     check_reach(mask, place[0], row, {"dq": run.finish(), "dk": dk, "dv": dv})
@@ -162,16 +161,7 @@ def test_hops_add_up(products):
     """Keys in three hops give the gradients of one call."""
     mask, shape = Mask.band(200, 300, causal=True), Shape()
     q, k, v, dout = inputs(mask, shape)
-    out, (lse, row_max) = torch.empty_like(q), torch.empty(2, 1, 2, 200)
-    fp8_reference.forward(q, k, v, mask, shape.scale, out=out, lse=lse, row_max=row_max)
-    module = Emulator().load("fp8.backward")
-    module.quantise_kv = fp8_reference.quantise_kv
-    run, whole = (
-        backward(
-            dout, q, out, lse, num_kv_heads=k.shape[2], softmax_scale=shape.scale, products=products, row_max=row_max
-        )
-        for backward in (module.Fp8Backward, fp8_reference.Fp8ReferenceBackward)
-    )
+    run, whole = _passes(Emulator().load("fp8.backward"), q, k, v, dout, mask, products)
     dk, dv, whole_dk, whole_dv = torch.zeros(4, *k.shape)
     for start, stop in ((0, 128), (128, 256), (256, 300)):
         hop = Mask.of(200, stop - start, [Region(0, 200, 0, stop - start, upper=100 - start)])

@@ -12,7 +12,7 @@ import torch
 
 import ringflash
 from ringflash.attention import schedule
-from ringflash_kernels.mask import Mask
+from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.oracle import is_caught
 from tests.emulator.test_backward import _gradients
@@ -137,6 +137,14 @@ def test_backward_shapes(shape: Shape, whole_groups: bool) -> None:
     assert_close(*_gradients(MASKS["deep, window"], shape, **options), num_chunks=2)
 
 
+_KEYS, _WIDE_KEYS, _QUERIES = "backward.keys", "backward.wide", "backward.queries"
+
+
+def _fresh(mask: Mask) -> Mask:
+    """Return the mask without what was cached with it."""
+    return Mask(mask.seqlen_q, mask.seqlen_k, mask.regions)
+
+
 def _walking_down(emulator: Emulator) -> Emulator:
     """Let walks with many masked blocks go down, too: those of the tests have few others."""
     emulator.load("backward.host")._SHORT_MASKED = 1.0
@@ -149,10 +157,42 @@ def _walking_down(emulator: Emulator) -> Emulator:
     ids=str,
 )
 def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
-    deep = MASKS["deep"]
-    mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
     options = dict(whole_groups=whole_groups, accumulate=not whole_groups, emulator=_walking_down(Emulator()))
-    assert_close(*_gradients(mask, shape, **options), num_chunks=2)
+    assert_close(*_gradients(_fresh(MASKS["deep"]), shape, **options), num_chunks=2)
+
+
+def _in_parts(emulator: Emulator) -> Emulator:
+    """Let walks of more than two blocks be cut into parts of one, under any mask."""
+    host = emulator.load("backward.host")
+    host._PART_BLOCKS, host._is_cut = 1, lambda *_: True
+    return emulator
+
+
+_LAST_TILE = Mask.of(300, 200, [Region(0, 200, 0, 200), Region(200, 300, 0, 40)])  # in parts, and not full
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    "shape", [Shape(64), *(pytest.param(x, marks=_NIGHTLY) for x in (Shape(96, 2, 2), Shape(128, 4, 2)))], ids=str
+)
+def test_backward_in_parts(shape: Shape, accumulate: bool) -> None:
+    """Long tiles of keys add up dK and dV of their parts, also the last one, which has fewer keys."""
+    for mask in (MASKS["deep, window"], MASKS["rollouts"], _LAST_TILE):
+        options = dict(emulator=_in_parts(Emulator()), whole_groups=True, in_step=True, accumulate=accumulate)
+        assert_close(*_gradients(_fresh(mask), shape, **options), num_chunks=2)
+
+
+def test_lost_parts_are_caught() -> None:
+    def check(mask: Mask, emulator: Emulator) -> None:
+        options = dict(emulator=_in_parts(emulator), whole_groups=True, accumulate=False)
+        assert_close(*_gradients(_fresh(mask), Shape(64), **options))
+
+    for fault in (
+        (_KEYS, "if sum > 0:", "if sum > 1:"),
+        (_KEYS, "(sum - 1) * 128 + W * 64", "(sum - 1) * 128"),
+        ("walks", "(counts > 1).cumsum(0)[walk]", "(counts > 1).long()[walk]"),
+    ):
+        assert is_caught(fault, MASKS["deep, window"], check), fault
 
 
 def test_backward_through_lse() -> None:
@@ -190,7 +230,7 @@ def _same_sums(faults: list) -> bool:
     q, k, v, dout = inputs(deep, shape)
     lse = torch.zeros(1, 2, deep.seqlen_q)
     for seed in (0, 4, 5, 6):
-        mask = Mask(deep.seqlen_q, deep.seqlen_k, deep.regions)
+        mask = _fresh(deep)
         module = Emulator(seed, resident=3, faults=faults).load("backward.host")
         run = module.HopperBackward(dout, q, dout, lse, softmax_scale=0.1, deterministic=True)
         run.add(k, v, mask, torch.zeros(k.shape), torch.zeros(v.shape))
@@ -203,7 +243,6 @@ def test_sums_have_the_same_bits() -> None:
     assert not _same_sums([("walks", "int(last[begin + a])", "-1")]), "no tile waits for another"
 
 
-_KEYS, _WIDE_KEYS, _QUERIES = "backward.keys", "backward.wide", "backward.queries"
 _BACKWARD_FAULTS = {
     "a first key too early": (64, (_KEYS, "(keys[:, None] >= begins", "(keys[:, None] + 1 >= begins")),
     "first keys of other rows": (64, (_KEYS, "tma_load(begins_desc, [0, row]", "tma_load(begins_desc, [0, row + 1]")),

@@ -223,7 +223,7 @@ siblings_in_a_chain = with_documents(  # each document continues the previous on
 )
 
 
-# Other parameters, on the ring or on one rank. In the decoder the first forward of that rank would refuse them.
+# Other parameters, on the ring or on one rank.
 
 
 def _part(training: Training, name: str) -> Any:
@@ -231,11 +231,20 @@ def _part(training: Training, name: str) -> Any:
 
 
 other_weights = on_the_ring(lambda training: nn.init.ones_(_part(training, "lm_head").weight))
-other_weights_on_rank_1 = on_the_ring(lambda training: _part(training, "lm_head").weight.data.mul_(1.1), rank=1)
 other_step_on_rank_1 = on_the_ring(
     lambda training: setattr(training, "optimizer", partial(torch.optim.SGD, lr=0.02)), rank=1
 )
 other_last_norm = on_the_ring(lambda training: setattr(_part(training, "model.norm"), "variance_epsilon", 1e-4))
+
+
+def other_weights_on_rank_1(group: Group) -> Training:
+    """Rank 1 has other weights, marked as if they should differ: the first forward refuses all other ones."""
+    training = right(group)
+    weight = _part(training, "lm_head").weight
+    weight.allreduce = False
+    if group is not None and group.rank() == 1:
+        weight.data *= 1.1
+    return training
 
 
 def dropout_over_a_mistake(group: Group) -> Training:
@@ -256,6 +265,23 @@ def missed_layer(group: Group) -> Training:
     layer = _part(training, "model.layers.1.self_attn")
     layer._ringflash_inputs = copy(layer._ringflash_inputs)
     layer._ringflash_inputs.options = ModelRing(None)
+    return training
+
+
+def counts_averaged(group: Group) -> Training:
+    """A layer counts tokens in a buffer, by the mean over the ranks in place of their sum."""
+    training = right(group)
+    layer: Any = training.module.get_submodule("model.model.layers.1.mlp")
+    layer.register_buffer("counts", torch.zeros(2))
+
+    def count(layer: Any, args: tuple[Tensor, ...]) -> None:
+        counts = torch.stack([(args[0] > 0).sum(), (args[0] <= 0).sum()]).float()
+        if group is not None:
+            dist.all_reduce(counts, group=group)
+            counts /= group.size()
+        layer.counts += counts
+
+    layer.register_forward_pre_hook(count)
     return training
 
 

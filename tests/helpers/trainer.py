@@ -9,6 +9,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate import DistributedType, ParallelismConfig, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
+from transformers import (
+    DataCollatorWithFlattening,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ringflash.accelerate import forward as ring_forward
 from ringflash.accelerate.rows import share_rows
@@ -55,8 +66,6 @@ def register() -> None:
 
 def join(ctx: Context) -> None:
     """Let accelerate find this worker's place; forget what an earlier case configured."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     local = ctx.rank if ctx.device.index is None else ctx.device.index
     place = {"RANK": ctx.rank, "LOCAL_RANK": local, "WORLD_SIZE": ctx.size, "LOCAL_WORLD_SIZE": ctx.size}
     on_cpu = str(ctx.device.type == "cpu").lower()
@@ -95,8 +104,6 @@ def build(ctx: Context, name: str, sizes: dict[str, int]) -> tuple[Any, Any]:
             model = peft.get_peft_model(model, config).double()
     if ctx.size == 1:
         return model, None
-    from accelerate import ParallelismConfig
-
     register()
     return model, ParallelismConfig(cp_backend="ringflash", **sizes)
 
@@ -117,9 +124,6 @@ def train(
         sizes: of the `ParallelismConfig`, for several workers.
         resume: begin at the checkpoint that an earlier training left in the folder.
     """
-    from accelerate import DistributedType, PartialState
-    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
-
     join(ctx)
     model, config = build(ctx, name, sizes)
     rings = ctx.size // sizes["cp_size"] if config else 1
@@ -149,8 +153,6 @@ def train(
 
 def answer(ctx: Context, folder: str, sizes: dict[str, int]) -> tuple[list[list[int]], float]:
     """Return what Seq2SeqTrainer generates for nine prompts, in order, and their loss."""
-    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
-
     join(ctx)
     model, config = build(ctx, "llama", sizes)
     model.generation_config.pad_token_id = 0
@@ -172,9 +174,7 @@ def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[st
     Args:
         config: of DeepSpeed.
     """
-    from accelerate import DistributedType, ParallelismConfig, PartialState
     from deepspeed.utils import safe_get_full_fp32_param
-    from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from ringflash.deepspeed.engine import skip_shared_memory_op
@@ -240,10 +240,7 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         attention: names of the implementations that ran without gradients, in reference models.
     """
     import trl
-    from accelerate import DistributedType, PartialState
-    from accelerate.utils import set_seed
     from datasets import Dataset
-    from transformers.models.llama.modeling_llama import LlamaAttention
 
     join(ctx)
     model, config = build(ctx, "llama", {"cp_size": ctx.size})

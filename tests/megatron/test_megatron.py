@@ -20,12 +20,14 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.inference import utils as inference
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.distributed import ProcessGroup
 
 import ringflash
 from ringflash.megatron import RingCoreAttention, core_attention, with_ring
@@ -198,6 +200,17 @@ def test_masks_that_are_not_read_are_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             layer(x, x, x, **changes)
+
+
+def test_inference_on_a_ring_is_refused() -> None:
+    if not hasattr(inference, "InferenceMode"):
+        pytest.skip("this release has no sign of inference")
+    layer, x = attention(settings()), torch.ones(4, 1, 4, 8)
+    with inference.InferenceMode.active():
+        layer(x, x, x)
+        layer.group = ProcessGroup(0, 2)
+        with pytest.raises(NotImplementedError, match="must be 1 for inference, .* got 2; generate"):
+            layer(x, x, x)
 
 
 def test_one_process_attends_as_ring_attention() -> None:

@@ -37,11 +37,6 @@ def over_copy_engine(ctx: Context, cases: list[Case], dtype: str, impl: str) -> 
     return spent
 
 
-def repeats(ctx: Context, case: Case, dtype: str, impl: str) -> bool:
-    with over("copy_engine"):
-        return ring_check.repeats_exactly(ctx, case, CHUNKS[0], dtype, impl)
-
-
 def in_many_sections(ctx: Context, turns: bool, dtype: str, impl: str) -> list[Ratio]:
     with in_sections(turns):
         return over_copy_engine(ctx, [suited(case, impl) for case in SECTIONS], dtype, impl)
@@ -61,12 +56,6 @@ def test_cases(pool: Pool, setup: Setup) -> None:
     cases = [suited(case, setup.impl) for case in all_cases()[::7]]
     for spent in pool.run(over_copy_engine, cases, setup.dtype, setup.impl, timeout_s=300):
         assert_within(spent)
-
-
-def test_deterministic(pool: Pool, setup: Setup) -> None:
-    if setup.backend != "nccl":
-        pytest.skip("the copy engine needs GPUs")
-    assert all(pool.run(repeats, suited(Case(), setup.impl), setup.dtype, setup.impl))
 
 
 def against_deterministic(ctx: Context, impl: str, tokens: int, calls: int) -> float:

@@ -93,6 +93,14 @@ def _kill_session(session: int) -> None:
                 os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
+def write_scripts(folder: Path, **scripts: str) -> None:
+    """Commands that stand in for others, for a PATH that begins with the folder."""
+    folder.mkdir(exist_ok=True)
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
 def write_text(folder: Path, num_files: int = 60) -> Path:
     """A folder of small texts with the same content every time, some of them held out."""
     folder.mkdir(parents=True, exist_ok=True)

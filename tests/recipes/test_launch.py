@@ -18,7 +18,7 @@ import yaml
 from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
 from recipes.lightning.text import TextData
 from tests.helpers.pool import Context, on_ranks
-from tests.recipes.launching import ROOT, interrupt, run, write_text
+from tests.recipes.launching import ROOT, interrupt, run, write_scripts, write_text
 
 LAUNCH = ROOT / "launch"
 RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
@@ -182,9 +182,7 @@ def test_slurm_trains_on_nodes_without_a_fault(
 ) -> None:
     """A node that fails meanwhile is replaced by a spare, until there are too few, or the time is over."""
     scontrol = "#!/usr/bin/env bash\nif [[ $1 == show ]]; then printf 'a%s\\n' 1 2 3 4; else echo \"$*\"; fi\n"
-    for name, text in (("srun", FARM), ("scontrol", scontrol)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    write_scripts(tmp_path, srun=FARM, scontrol=scontrol)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "a[1-4]", "SLURM_SUBMIT_DIR": str(ROOT)}
     place = {"FOLDER": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SIGNAL": sent}
     batch = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
@@ -204,8 +202,7 @@ def test_a_spare_without_a_check_is_refused() -> None:
 
 @pytest.mark.parametrize("healthy", [True, False])
 def test_a_node_with_a_fault_does_not_print_its_name(tmp_path: Path, healthy: bool) -> None:
-    (tmp_path / "python").write_text(f"#!/usr/bin/env bash\nexit {int(not healthy)}\n")
-    (tmp_path / "python").chmod(0o755)
+    write_scripts(tmp_path, python=f"#!/usr/bin/env bash\nexit {int(not healthy)}\n")
     shown = run(["launch/check.sh"], PYTHON=str(tmp_path / "python"), SLURMD_NODENAME="a1")
     assert ("left out" in shown) != healthy and "a1" in shown
 
@@ -226,8 +223,7 @@ def test_kubernetes_dry_run(tmp_path: Path) -> None:
     """Kubeflow's variables become ours; a process for each GPU."""
     pod = {"PET_NNODES": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29500"}
     text = script("kubernetes.yaml", "spec", "trainer", "args")
-    (tmp_path / "python").write_text("#!/usr/bin/env bash\necho 3\n")  # the number of GPUs
-    (tmp_path / "python").chmod(0o755)
+    write_scripts(tmp_path, python="#!/usr/bin/env bash\necho 3\n")  # the number of GPUs
     pod["PYTHON"] = str(tmp_path / "python")
     shown = dry_run("bash", "-c", text, MAX_RESTARTS="3", LOCAL_ADDR="10.0.0.2", **pod)
     assert "PET_MAX_RESTARTS=3" in shown and "--nnodes 8" in shown and "--nproc_per_node 3" in shown
@@ -246,12 +242,9 @@ def test_kubernetes_dry_run(tmp_path: Path) -> None:
 def test_skypilot_installs_a_clone_or_a_wheel(tmp_path: Path, clone: bool, package: str, shown: str) -> None:
     """In a folder that `ringflash recipes --copy` made there is nothing to install."""
     (tmp_path / ("ringflash" if clone else "recipes")).mkdir()
-    stub = tmp_path / "bin" / "python3"
-    stub.parent.mkdir()
-    stub.write_text("#!/bin/bash\nmkdir -p .venv/bin && ln -s /bin/echo .venv/bin/python")
-    stub.chmod(0o755)
+    write_scripts(tmp_path / "bin", python3="#!/bin/bash\nmkdir -p .venv/bin && ln -s /bin/echo .venv/bin/python")
     setup = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())["setup"]
-    environment = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "PACKAGE": package}
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PACKAGE": package}
     done = subprocess.run(["bash", "-c", setup], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert shown in done.stdout + done.stderr and (done.returncode == 0) is shown.startswith("-m")
 
@@ -406,9 +399,7 @@ fi
 
 def batch(folder: Path, **environment: str) -> str:
     """Output of the batch script, where srun tells it of a signal and ends when it is handed on."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    write_scripts(folder, srun=SRUN, scontrol=SCONTROL)
     command = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
     known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
     return run(command, timeout_s=30.0, **known, **environment)

@@ -17,7 +17,7 @@ import torch
 from recipes.lightning.compare import read_losses
 from recipes.lightning.resume import is_complete, newest_checkpoint
 from tests.recipes.accidents import STEP
-from tests.recipes.launching import PARTS, ROOT, run, train, write_text
+from tests.recipes.launching import PARTS, ROOT, run, train, write_scripts, write_text
 from tests.recipes.test_lightning_recipes import RECIPE, SCALED_DOWN
 
 STEPS = 6
@@ -56,10 +56,7 @@ def uninterrupted(folder: Path) -> dict[int, float]:
 
 def slurm(folder: Path, arguments: list[str | Path], **environment: str) -> str:
     """Output of the batch script on two nodes of a SLURM that is two scripts; $LAUNCHER is the batch script."""
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (folder / "bin").mkdir(exist_ok=True)
-        (folder / "bin" / name).write_text(text)
-        (folder / "bin" / name).chmod(0o755)
+    write_scripts(folder / "bin", srun=SRUN, scontrol=SCONTROL)
     job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "hosts", "SLURM_SUBMIT_DIR": str(ROOT)}
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     batch = ["bash", "-c", 'LAUNCHER=$$ exec bash launch/slurm.sbatch "$@"', "-", *arguments]

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from recipes.lightning.export import main
-from recipes.lightning.text import PackedText
+from recipes.lightning.text import PackedText, is_held_out, text_files
 from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.huggingface.weights import draw_weights, load_weights, merge_config, read_config
@@ -43,8 +47,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 def transformers_model(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
     """Values of transformers' own."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**CONFIG, **options}), dtype=dtype)
 
@@ -95,8 +97,6 @@ def ranks(pool: Launches, folder: Path, out: Path) -> list[dict[str, Any]]:
 
 def first_loss(model: nn.Module, folder: Path) -> float:
     """Loss of the first sequence by transformers' own attention in one process, a document at a time."""
-    from recipes.lightning.text import is_held_out, text_files
-
     paths = [path for name, path in text_files(str(folder / "texts"), ".txt") if not is_held_out(name)]
     texts = PackedText((path.read_bytes() for path in paths), SEQLEN)
     sample = texts[next(iter(SampleOrder(len(texts), seed=0, dp_rank=0, dp_size=1, first=0)))]
@@ -112,8 +112,6 @@ def first_loss(model: nn.Module, folder: Path) -> float:
 @pytest.mark.parametrize("name", ["untied", "tied", "experts", "uneven"])
 def test_training_starts_from_the_checkpoint(ranks: list[dict[str, Any]], folder: Path, name: str) -> None:
     """The ring's loss over two ranks, fp64, is transformers' loss of the same checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     options = {"dtype": torch.float64, "experts_implementation": "eager"}
     want = first_loss(AutoModelForCausalLM.from_pretrained(folder / name, **options), folder)
     for rank in ranks:
@@ -132,8 +130,6 @@ def test_no_rank_holds_or_reads_the_model(ranks: list[dict[str, Any]]) -> None:
 
 def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folder: Path) -> None:
     """Parameters of Ernie 4.5's routers, in a model whose layers are in bf16."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folder / "fp32 routers", dtype=torch.bfloat16)
     want = {name: (str(p.dtype), p.double().norm().item()) for name, p in model.named_parameters()}
     assert sum(dtype == "torch.float32" for dtype, _ in want.values()) == 2
@@ -181,8 +177,6 @@ def test_logits_are_those_of_from_pretrained(tmp_path: Path, family: str, option
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_names_and_experts_one_by_one_are_read(tmp_path: Path, family: str, published: bool) -> None:
     """Every tensor that transformers converts as it loads has the bits and the dtype that from_pretrained gives it."""
-    from transformers import AutoModelForCausalLM
-
     saved = transformers_experts(family, torch.bfloat16)
     saved.save_pretrained(tmp_path, max_shard_size="40KB", save_original_format=published)
     want = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
@@ -204,8 +198,6 @@ def test_other_names_and_experts_one_by_one_are_read(tmp_path: Path, family: str
     ],
 )
 def test_wrong_experts_are_named(tmp_path: Path, name: str, shape: tuple[int, ...] | None, message: str) -> None:
-    from safetensors.torch import load_file, save_file
-
     transformers_experts("qwen3_moe").save_pretrained(tmp_path)
     experts = "model.layers.0.mlp.experts"
     tensors = load_file(tmp_path / "model.safetensors")
@@ -220,9 +212,6 @@ def test_wrong_experts_are_named(tmp_path: Path, name: str, shape: tuple[int, ..
 
 def test_a_conversion_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that transformers would cut, permute or transpose, too."""
-    from transformers import conversion_mapping
-    from transformers.core_model_loading import Transpose, WeightConverter
-
     saved = transformers_model()
     saved.save_pretrained(tmp_path)
     table = [WeightConverter("q_proj.weight", "q_proj.weight", [Transpose(0, 1)])]
@@ -245,8 +234,6 @@ def test_a_model_without_its_head_gives_the_tied_one(tmp_path: Path) -> None:
 
 def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
     """A checkpoint with a separate head, which tie_word_embeddings would drop; either of the two is accepted."""
-    from safetensors.torch import load_file, save_file
-
     saved = transformers_model()
     saved.save_pretrained(tmp_path)
     with pytest.raises(
@@ -304,8 +291,6 @@ def test_values_that_no_rule_gives_are_refused(named: str, monkeypatch: pytest.M
 
 def exported(checkpoint: Path, out: Path, *options: str) -> nn.Module:
     """Load with transformers what the command has written."""
-    from transformers import AutoModelForCausalLM
-
     assert main([str(checkpoint), str(out), *options]) == 0
     return AutoModelForCausalLM.from_pretrained(out)
 
@@ -332,9 +317,6 @@ def test_exported_experts_are_read_again(
     ranks: list[dict[str, Any]], out: Path, folder: Path, name: str, last: str
 ) -> None:
     """One by one, as they are published, with the router's buffer, which no optimizer trains."""
-    from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     assert ranks
     place = folder / f"{name} exported"
     model = exported(out / f"{name}.ckpt", place, "--dtype", "float64")
@@ -359,8 +341,6 @@ def test_exported_experts_are_read_again(
     ],
 )
 def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path: Path, spoil: str, message: str) -> None:
-    from safetensors.torch import load_file, save_file
-
     file = tmp_path / "model.safetensors"
     if spoil != "empty":
         transformers_model().save_pretrained(tmp_path)
@@ -378,8 +358,6 @@ def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path: Path, spoil: st
 
 def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path) -> None:
     """The index's, or model.safetensors, whatever else is there; an index of files that do not exist is refused."""
-    from safetensors.torch import save_file
-
     saved, place = transformers_model(), tmp_path / "checkpoint"
     saved.save_pretrained(place, max_shard_size="40KB")
     stale = {name: torch.zeros_like(value) for name, value in saved.state_dict().items()}
@@ -418,8 +396,6 @@ def test_files_are_those_that_from_pretrained_reads(folder: Path, tmp_path: Path
 )
 def test_rope_parameters_replace_the_checkpoints(before: dict[str, Any]) -> None:
     """Whichever keys it has; its base stays where none is given. Older keys are refused: they would not count."""
-    from transformers import AutoConfig
-
     change = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     config = AutoConfig.for_model(**merge_config({**CONFIG, **before}, {"rope_parameters": change}))
     assert config.rope_parameters == {**change, "rope_theta": 7e5}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.plugins import DoublePrecision
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader
 
 from ringflash import disable_ring
@@ -316,22 +316,28 @@ def tied(kind: Any) -> Any:
     return module
 
 
-def unshifted(module: Any, batch: Any) -> torch.Tensor:
-    """The step of one who shifts what he has: a shard."""
-    logits = module.model(batch[0], module.positions(batch[0]))
-    return module.token_loss(logits[:, :-1], batch[0][:, 1:])
+def with_loss(loss: Callable[..., torch.Tensor]) -> Callable[[Any, Any], torch.Tensor]:
+    """A step with this loss of the module, its logits, tokens, labels and what else is in the batch."""
+
+    def step(module: Any, batch: Any) -> torch.Tensor:
+        positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))
+        return loss(module, module.model(batch[0], positions(batch[0])), *batch)
+
+    return step
 
 
-def local_mean(module: Any, batch: Any) -> torch.Tensor:
-    """The step of one who divides by the labels he has: the last token of the sequence has none."""
-    logits = module.model(batch[0], module.positions(batch[0]))
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+def mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The usual mean over the labels there are, or over a loss mask."""
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="mean" if mask is None else "none")
+    return losses if mask is None else (losses * mask.flatten()).sum() / mask.sum()
 
 
-def shifted(module: Any, batch: Any) -> torch.Tensor:
-    """A step that gives each token the previous one's logits, too."""
-    logits = module.model(batch[0], module.positions(batch[0]))
-    return module.token_loss(logits + torch.nn.functional.pad(logits[:, :-1], (0, 0, 1, 0)), batch[1])
+# The step of one who shifts what he has: a shard.
+unshifted = with_loss(lambda module, logits, tokens, _: module.token_loss(logits[:, :-1], tokens[:, 1:]))
+# Of one who divides by the labels he has, of which the last token has none, or by the mask of the shard.
+local_mean = with_loss(lambda module, logits, tokens, *rest: mean(logits, *rest))
+# Each token is given the previous one's logits, too.
+shifted = with_loss(lambda module, x, _, labels: module.token_loss(x + pad(x[:, :-1], (0, 0, 1, 0)), labels))
 
 
 def with_mask(module: Any, batch: Any, index: int) -> Any:
@@ -343,32 +349,19 @@ def loss_mask(tokens: torch.Tensor) -> torch.Tensor:
     return (torch.arange(tokens.shape[1]) >= tokens.shape[1] // 2).double().expand(tokens.shape)
 
 
-def local_masked_mean(module: Any, batch: Any) -> torch.Tensor:
-    """The usual mean over a loss mask, which is that of the shard."""
-    tokens, labels, mask = batch
-    logits = module.model(tokens, module.positions(tokens))
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return (losses * mask.flatten()).sum() / mask.sum()
-
-
-def masked(module: Any, batch: Any) -> torch.Tensor:
+def masked(module: Any, logits: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, *mask: Any) -> torch.Tensor:
     """The mean over a loss mask by token_loss; by the plain module, whose hook adds no mask, as it is usual."""
-    tokens, labels = batch[:2]
     if hasattr(module, "token_loss"):
-        return module.token_loss(module.model(tokens, module.positions(tokens)), labels, batch[2])
-    losses = torch.nn.functional.cross_entropy(
-        module.model(tokens, torch.arange(tokens.shape[1])).flatten(0, 1), labels.flatten(), reduction="none"
-    )
-    mask = loss_mask(tokens) * (labels != -100)
-    return (losses * mask.flatten()).sum() / mask.sum()
+        return module.token_loss(logits, labels, *mask)
+    return mean(logits, labels, loss_mask(tokens) * (labels != -100))
 
 
 @on_ranks(2)
 def test_weights(ctx: Context, run: Run) -> None:
     """A loss mask is right as weights of token_loss."""
-    module = varied(run.kind, on_before_batch_transfer=with_mask, step=masked)
+    module = varied(run.kind, on_before_batch_transfer=with_mask, step=with_loss(masked))
     found = train(module, strategy=ContextParallelStrategy())
-    assert_trained(found["weights"], plainly(step=masked)[0])
+    assert_trained(found["weights"], plainly(step=with_loss(masked))[0])
 
 
 @on_ranks(2)
@@ -397,13 +390,11 @@ def test_between_steps(ctx: Context, run: Run) -> None:
         assert error.startswith("model.blocks.0.attn must be called in a step of the module (training_step, "), error
 
 
-def drawn(module: Any, batch: Any) -> torch.Tensor:
-    """A step with random numbers for each sequence, as diffusion has; the plain module has no positions to give."""
-    positions = getattr(module, "positions", lambda tokens: torch.arange(tokens.shape[1]))(batch[0])
-    logits = module.model(batch[0], positions) * torch.rand(len(batch[0]), 1, 1, dtype=torch.float64) * random.random()
-    if hasattr(module, "token_loss"):
-        return module.token_loss(logits, batch[1])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+@with_loss
+def drawn(module: Any, logits: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Random numbers for each sequence, as diffusion has."""
+    logits = logits * torch.rand(len(tokens), 1, 1, dtype=torch.float64) * random.random()
+    return module.token_loss(logits, labels)
 
 
 @on_ranks(2)
@@ -491,6 +482,48 @@ def test_manual(ctx: Context, run: Run) -> None:
     module.losses = []
     assert_trained(train(module, strategy=ContextParallelStrategy())["weights"], plainly()[0])
     assert (module.model.seen.item(), module.losses, module.lr_schedulers().last_epoch) == (3, [0, 1, 2], 3)
+
+
+def logging_step(module: Any, batch: Any) -> torch.Tensor:
+    """Log right values, each rank's own, and a mean over the labels of a shard."""
+    tokens, labels = batch
+    logits = module.model(tokens, module.positions(tokens))
+    labelled, loss = labels != -100, module.token_loss(logits, labels)
+    module.log_dict({"loss of the sequence": loss, "size": logits.abs().max()}, reduce_fx="max")
+    module.log("labels", labelled.sum(), reduce_fx=torch.sum, sync_dist=True)
+    module.log("mean over the shard", cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    module.log("own", labelled.sum(), sync_dist=False)
+    return loss
+
+
+@on_ranks(2)
+def test_logs(ctx: Context, run: Run) -> None:
+    """Values of a step's log that are not the sequence's are named once, by the first rank."""
+    module = varied(run.kind, training_step=lambda self, batch: logging_step(self, batch))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(module, strategy=ContextParallelStrategy())
+    texts = [text for x in found if "that training_step logs should be those of" in (text := str(x.message))]
+    names = [re.findall(r"'([^']*)' \(the ", text) for text in texts]
+    assert names == ([["mean over the shard"]] if ctx.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_unsharded(ctx: Context) -> None:
+    """A module that makes its layers in `configure_model`, and nothing else: no ring, and no averages of gradients."""
+
+    def fit(**sizes: int) -> None:
+        module = build(type("Plain", (GPT,), {"configure_model": lambda _: None}))
+        trainer = quiet_trainer(strategy=ContextParallelStrategy(**sizes), max_epochs=1, use_distributed_sampler=True)
+        trainer.fit(module, loader())
+
+    with pytest.raises(ValueError, match=r"different values of model\..* in Lightning, strategy\.shard_parameters"):
+        fit(data_parallel_size=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(context_parallel_size=2)
+    named = ["no attention has run over the ring of 2 ranks" in str(x.message) for x in found]
+    assert sum(named) == (ctx.rank == 0)
 
 
 def judge(module: Any, batch: Any, batch_idx: int) -> None:
@@ -621,7 +654,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
         ),
         (
             "training_step's loss, averaged over the ring, must be that of the whole sequence (",
-            varied(run.kind, on_before_batch_transfer=with_mask, step=local_masked_mean), {},
+            varied(run.kind, on_before_batch_transfer=with_mask, step=local_mean), {},
         ),
         (
             "token_loss must be given the logits of the whole sequence, got a difference of",

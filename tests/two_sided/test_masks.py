@@ -90,6 +90,16 @@ def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> N
             assert not want[positions[rank]][:, unseen].any()
 
 
+@pytest.mark.parametrize(
+    "forest", [images([(30, 98)] * 64), block_diffusion(64, 64)], ids=["images", "block diffusion"]
+)
+def test_regions_by_key_are_few(forest: Forest) -> None:
+    """Not one for each document and chunk of later queries: 64 under striped."""
+    found = schedule.plan_gather(sequence_mask(forest), 8, 3, "striped").mask
+    assert torch.equal(by_begins(found), found.dense())
+    assert len(found.cached("transposed", found.transposed).regions) <= len(forest.lengths)
+
+
 def test_which_families_are_one_sided() -> None:
     """Prefix-LM, image spans and block-causal masks need no new kernel."""
     found = {

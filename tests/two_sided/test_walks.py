@@ -48,6 +48,33 @@ def test_walks(tile_rows: int, block: int, transposed: bool, number: int) -> Non
                         assert part.any(), "an empty block is visited"
 
 
+@pytest.mark.parametrize("tile_rows, block", [(128, 64), (32, 16)])
+def test_shifted_walks(tile_rows: int, block: int) -> None:
+    """Every visible pair is in one block, and there are fewer blocks than at multiples of their size."""
+    saved = 0
+    for mask in _masks(6):
+        dense = mask.dense()
+        grid, found = (
+            walks(mask, torch.device("cpu"), mask.q_span, tile_rows, block, shifted=x) for x in (False, True)
+        )
+        assert found.blocks <= grid.blocks
+        saved += grid.blocks - found.blocks
+        for tile, first, count, blocks in found.tiles.tolist():
+            start = mask.q_span[0] + tile * tile_rows
+            seen = dense[start : min(start + tile_rows, mask.q_span[1])]
+            visits = torch.zeros(mask.seqlen_k, dtype=torch.int64)
+            keys = []
+            for begin, end, masked, shift in found.stretches[first : first + count].tolist():
+                for key in range(begin * block + shift, end * block + shift, block):
+                    keys.append(key)
+                    part = seen[:, key : key + block]
+                    visits[key : key + block] += 1
+                    assert part.any() if masked else part.all() and part.shape[1] == block
+            assert len(keys) == blocks and keys == sorted(keys)
+            assert (visits[seen.any(0)] == 1).all()
+    assert saved > 0
+
+
 def test_near_tiles_are_launched_together() -> None:
     """Tiles stay in place, but the tree with the longest tile comes first; there is the same walk for each."""
     small, large = rollouts(100, [120, 80]), rollouts(260, [190, 130])
@@ -56,7 +83,9 @@ def test_near_tiles_are_launched_together() -> None:
     near, longest = (walks(mask.transposed(), torch.device("cpu"), (0, 880), 64, 32, near=x) for x in (True, False))
     assert near.tiles[:, 0].tolist() == [*range(4, 13), *range(4), 13]  # 4 is of both trees
     assert sorted(near.tiles.tolist()) == sorted(longest.tiles.tolist())
-    assert near.longest == int(longest.tiles[0, 3]) and near.blocks == int(longest.tiles[:, 3].sum())
+    blocks = longest.tiles[:, 3]
+    assert near.longest == int(blocks[0]) and near.blocks == int(blocks.sum())
+    assert near.mean == int((blocks**2).sum()) // near.blocks and near.of_long == 0
 
 
 def test_masked_blocks_are_few() -> None:

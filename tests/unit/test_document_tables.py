@@ -221,8 +221,7 @@ USED_ABOVE = {
 PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.documents_of",
     "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
-    "huggingface.consistency.check_consistency",
-    "huggingface.consistency.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
+    "huggingface.forward_inputs.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
     "huggingface.batch.check_padding", "verify.subject.default_prepare",  # tests/distributed/test_verify.py
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
     "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py

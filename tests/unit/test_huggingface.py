@@ -11,6 +11,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from ringflash import huggingface
@@ -26,6 +27,15 @@ def assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
     assert (got - want).abs().max() <= 1e-10 * want.abs().max().clamp(min=1e-3)
 
 
+def assert_alike(ours: torch.nn.Module, got: torch.Tensor, whole: torch.nn.Module, want: torch.Tensor) -> None:
+    """Results are equal, and so are the gradients of a loss, or of the squares of logits."""
+    assert_equal(got, want)
+    for x in (got, want):
+        (x if x.dim() == 0 else x.square().sum()).backward()
+    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert_equal(p.grad, q.grad)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_gradients_equal_dense(name: str) -> None:
     ring, dense = build(name), build(name, "sdpa")
@@ -33,11 +43,7 @@ def test_logits_and_gradients_equal_dense(name: str) -> None:
     ids = tokens(2)
     batch = huggingface.prepare_batch(ids, group=None)
     got, want = ring(**batch).logits, dense(ids, use_cache=False).logits
-    assert_equal(got, want)
-    got.square().sum().backward()
-    want.square().sum().backward()
-    for p, q in zip(ring.parameters(), dense.parameters(), strict=True):
-        assert_equal(p.grad, q.grad)
+    assert_alike(ring, got, dense, want)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -94,11 +100,7 @@ def test_chunks_equal_dense(packed: bool) -> None:
             attention_mask={kind: mask[None, None].expand(len(ids), 1, -1, -1) for kind, mask in masks.items()},
         ).logits,
     )  # fmt: skip
-    assert_equal(got, want)
-    got.square().sum().backward()
-    want.square().sum().backward()
-    for p, q in zip(ring.parameters(), dense.parameters(), strict=True):
-        assert_equal(p.grad, q.grad)
+    assert_alike(ring, got, dense, want)
 
 
 TRAINABLE = {
@@ -157,8 +159,6 @@ SCALED = {
 
 @pytest.mark.parametrize("kind", SCALED)
 def test_loss_of_scaled_logits_equals_the_models(kind: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     huggingface.register()
     config = AutoConfig.for_model(kind, **{**TINY, "pad_token_id": 0, **SCALED[kind]})
     models = [AutoModelForCausalLM.from_config(config, attn_implementation="ringflash") for _ in range(2)]
@@ -169,12 +169,8 @@ def test_loss_of_scaled_logits_equals_the_models(kind: str) -> None:
     loss, (losses, _) = wrapped(**batch), wrapped(**batch, per_token=True)
     logits = whole(ids, position_ids=batch["position_ids"], use_cache=False).logits[:, :-1]
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    assert_equal(loss, want)
     assert_equal(losses.sum() / ids[:, 1:].numel(), want)
-    loss.backward()
-    want.backward()
-    for p, q in zip(ours.parameters(), whole.parameters(), strict=True):
-        assert_equal(p.grad, q.grad)
+    assert_alike(ours, loss, whole, want)
 
 
 @pytest.mark.parametrize("name, padded", [*((name, False) for name in (*EXPERTS, "sinks")), ("mixtral", True)])
@@ -227,12 +223,8 @@ def test_compiled_model_equals_eager_and_still_refuses() -> None:
     compiled = torch.compile(model, backend="aot_eager")
     batch = huggingface.prepare_batch(tokens(), group=None, cu_seqlens=documents())
     want, got = eager(**batch).logits, compiled(**batch).logits
-    assert_equal(got, want)
-    want.square().sum().backward()
-    got.square().sum().backward()
-    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
-        assert_equal(p.grad, q.grad)
-    with pytest.raises(ValueError, match="all ones, got zeros"):
+    assert_alike(model, got, eager, want)
+    with pytest.raises(ValueError, match="all ones, got others"):
         compiled(**batch, attention_mask=torch.zeros(1, LENGTH, dtype=torch.int64))
 
 

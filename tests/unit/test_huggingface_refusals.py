@@ -22,6 +22,9 @@ from tests.helpers.models import LENGTH, TINY, build, documents, tokens
 
 pytest.importorskip("transformers")
 
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, BambaForCausalLM, DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 FULL = torch.arange(LENGTH)[None]
 
@@ -32,8 +35,6 @@ def prepared(**options: Any) -> dict[str, Any]:
 
 def made(kind: str, auto: str = "AutoModelForCausalLM", device: str = "meta", **changes: Any) -> nn.Module:
     """A tiny model of transformers' own classes."""
-    import transformers
-
     huggingface.register()
     with torch.device(device):
         config = transformers.AutoConfig.for_model(kind, **TINY | changes)
@@ -41,7 +42,7 @@ def made(kind: str, auto: str = "AutoModelForCausalLM", device: str = "meta", **
 
 
 REFUSED = {
-    "padding mask": ({"attention_mask": FULL < 21}, ValueError, "all ones, got zeros; pack documents with cu_seqlens"),
+    "padding mask": ({"attention_mask": FULL < 21}, ValueError, "all ones, got others; pack documents with cu_seqlens"),
     "4-D mask": ({"attention_mask": torch.zeros(1, 1, LENGTH, LENGTH)}, NotImplementedError, "attention_mask must be"),
     "cache": ({"use_cache": True}, NotImplementedError, "use_cache must not .* pass use_cache=False"),
     "local bounds": ({"cu_seq_lens_q": documents()}, NotImplementedError, "cu_seq_lens_q .* whole packed sequence"),
@@ -93,8 +94,6 @@ def test_refuses_positions_of_another_shape() -> None:
 @pytest.mark.parametrize("loaded_before", [False, True])
 def test_refuses_classes_that_call_flash_attention(loaded_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers has none for our name, and code that it loaded before `register` takes flash-attention's."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     huggingface.register()
     if loaded_before:
         code = importlib.import_module("transformers.models.falcon.modeling_falcon")
@@ -287,23 +286,16 @@ def part_of_the_head() -> nn.Module:
     return another("Cut", lambda self, **kwargs: SimpleNamespace(logits=whole(self, **kwargs).logits[..., :60]))
 
 
-def biased() -> nn.Module:
-    """Phi's head; the loss would leave the bias out."""
-    model = build()
-    model.lm_head.bias = nn.Parameter(torch.zeros(model.lm_head.out_features))
-    return model
+def changed(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = build()
+        change(model)
+        return model
+
+    return make
 
 
-def cosine() -> nn.Module:
-    model = build()
-    model.lm_head.__class__ = type("Cosine", (nn.Linear,), {"forward": lambda self, x: x})
-    return model
-
-
-def balanced() -> nn.Module:
-    model = build()
-    model.config.output_router_logits = True
-    return model
+COSINE = type("Cosine", (nn.Linear,), {"forward": lambda self, x: x})
 
 
 @pytest.mark.parametrize(
@@ -314,10 +306,16 @@ def balanced() -> nn.Module:
             lambda: another("Odd", lambda self, input_ids: input_ids.logits),
             "logits of Odd must be .*, got AttributeError without its decoder",
         ),
-        (biased, "linear layer without bias, got torch.* with a bias; call"),
-        (cosine, "without bias, got .*Cosine with a forward of its own; call"),
+        (  # Phi's head; the loss would leave the bias out
+            changed(lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(TINY["vocab_size"])))),
+            "linear layer without bias, got torch.* with a bias; call",
+        ),
+        (changed(lambda model: setattr(model.lm_head, "__class__", COSINE)), "got .*Cosine with a forward of its own;"),
         (lambda: build().model, "lm_head"),
-        (balanced, "for a model without .*, got True for LlamaForCausalLM; compute"),
+        (
+            changed(lambda model: setattr(model.config, "output_router_logits", True)),
+            "for a model without .*, got True for LlamaForCausalLM; compute",
+        ),
     ],
 )
 def test_refuses_heads_and_balancing_losses(make: Callable[[], nn.Module], message: str) -> None:
@@ -328,8 +326,6 @@ def test_refuses_heads_and_balancing_losses(make: Callable[[], nn.Module], messa
 
 def test_refuses_terms_beside_cross_entropy() -> None:
     """Bamba's z-loss, which the ring left out; a mean over tokens by a model's own code is accepted."""
-    from transformers import BambaConfig, BambaForCausalLM
-
     sizes = TINY | {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]}
     with torch.device("meta"):
         model = BambaForCausalLM(BambaConfig(**sizes, z_loss_coefficient=0.25))
@@ -373,8 +369,6 @@ def test_refuses_a_balancing_loss_without_experts() -> None:
 
 
 def test_refuses_a_cache_with_content() -> None:
-    from transformers import DynamicCache
-
     model, cache = build(), DynamicCache()
     model(**prepared(), past_key_values=cache)
     with pytest.raises(NotImplementedError, match=r"length of query \(24\), got 48; pass use_cache=False"):
@@ -391,8 +385,6 @@ def test_refuses_a_cache_handed_to_attention(name: str) -> None:
 
 def test_masks_of_spans_are_read() -> None:
     """PaliGemma's prompt, by token_type_ids; packed documents, which transformers finds by positions, are no such."""
-    from transformers.masking_utils import create_causal_mask
-
     blocks, embeds = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(1, LENGTH, 32)
     config = build().config
     packed = torch.arange(LENGTH)[None] % 8

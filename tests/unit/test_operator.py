@@ -125,14 +125,6 @@ def results(layer: Layer, call: Any, x: torch.Tensor) -> dict[str, torch.Tensor]
     return {"out": out.detach(), "dw": dw}
 
 
-def test_compiles_into_one_graph() -> None:
-    layer, x = Layer(), torch.randn(1, 16, 32, dtype=torch.float64)
-    explained = torch._dynamo.explain(layer)(x)
-    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert_close(results(layer, compiled, x), results(layer, layer, x))
-
-
 def test_kernels_are_given_what_tma_can_address() -> None:
     """A contiguous view may begin anywhere: one of a flat buffer, or the gradient of a concatenation."""
     q, k, v = (torch.zeros(1 + x.numel(), dtype=torch.bfloat16)[1:].view(x.shape) for x in draw(False))

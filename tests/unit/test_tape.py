@@ -8,6 +8,7 @@ of commands of a driver whose functions write the same log.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.attention import gather_by_heads, recorder, schedule, sections, tape
+from ringflash.attention import gather_by_heads, recorder, repeated_launch, schedule, sections, step_lists, tape
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
@@ -290,7 +291,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "__call__",
         lambda copies, stream: [LOGS[-1].copy(stream.name, *each) for each in zip(*copies._arrays, strict=True)],
     )
-    monkeypatch.setattr(recorder, "new_event", lambda _: Event())
+    monkeypatch.setattr(step_lists, "new_event", lambda _: Event())
     monkeypatch.setattr(driver, "new_event", lambda _: Event())
     monkeypatch.setattr(call_numbers, "expect", expect)
     with cuda_properties(132):
@@ -399,7 +400,7 @@ def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *g
 @pytest.mark.parametrize("in_c", [False, True])
 def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known = FakeDriver() if in_c else None
-    for module in (recorder, driver):
+    for module in (recorder, repeated_launch, step_lists, driver):
         monkeypatch.setattr(module, "driver", lambda: known)
     calls = Calls(CASES[name])
     for _ in range(2):  # the areas grow
@@ -461,6 +462,22 @@ def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
     assert got.tolist() == [0, 2] and given[1]._version == 2
 
 
+def test_a_recorded_call_keeps_no_tensor() -> None:
+    """Not even until garbage is collected."""
+    LOGS.append(Log())
+    made, alive = tape.Tape(()), list[StorageWeakRef]()
+    gc.disable()
+    try:
+        for _ in range(2):
+            x = torch.zeros(2)
+            (got,) = made.record(Memory(), (x,), lambda tensors: (tensors[0] + 1,))
+            alive += [StorageWeakRef(each.untyped_storage()) for each in (x, got)]
+        del x, got
+        assert made.steps and all(each.expired() for each in alive)
+    finally:
+        gc.enable()
+
+
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Driver", mock.Mock(side_effect=FileNotFoundError("no gcc")))
     with pytest.warns(UserWarning, match="issued by Python, .* got FileNotFoundError: no gcc"):
@@ -469,7 +486,7 @@ def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     known = FakeDriver()
-    for module in (recorder, driver):
+    for module in (recorder, repeated_launch, step_lists, driver):
         monkeypatch.setattr(module, "driver", lambda: known)
     calls = Calls(Case())
     for _ in range(5):

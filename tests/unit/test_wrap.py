@@ -30,6 +30,8 @@ def call(model: nn.Module) -> torch.Tensor:
             nn.BatchNorm1d(2),
             r"layers\.0 must not be nn\.BatchNorm1d, got BatchNorm1d; its statistics are of the rank's",
         ),
+        (nn.Embedding(2, 2, scale_grad_by_freq=True), r"layers\.0 must not have scale_grad_by_freq or max_norm, got"),
+        (nn.Embedding(2, 2, max_norm=1.0), r"layers\.0 must not have .* max_norm=1\.0, which depend on all tokens"),
         (SET, r"layers\.0\.forward must be that of its class"),
         (
             torch.compile(nn.Linear(2, 2)),

@@ -415,15 +415,15 @@ def nothing_yet(V: gl.constexpr):
 
 
 @gluon.jit
-def announce_stretch(index, begin, end, masked, shared):
+def announce_stretch(index, end, blocks, masked, shared):
     """Tell the consumers which stretch begins in slot `index` of the ring; see `stretch_at`."""
     store_number(shared.ticket.index(6 + 2 * index), end)
-    store_number(shared.ticket.index(7 + 2 * index), (end - begin) * 2 + masked)
+    store_number(shared.ticket.index(7 + 2 * index), blocks * 2 + masked)
 
 
 @gluon.jit
 def stretch_at(index, shared):
-    """Return the stretch that begins in slot `index`: the block after its last one, its masked and its other blocks."""
+    """Return the stretch that begins in slot `index`: the key after its last one, its masked and its other blocks."""
     end = load_number(shared.ticket.index(6 + 2 * index))
     number = load_number(shared.ticket.index(7 + 2 * index))
     masked = (number & 1) * (number >> 1)

@@ -1,8 +1,9 @@
 """Walks of the tiles under a two-sided mask: which blocks a tile visits, and which of them need no mask.
 
 A tile is a group of rows (of queries; of keys if the mask is transposed). The columns that its rows see are cut into
-blocks at multiples of a block's size. A *stretch* is a run of blocks of one kind: all rows see all of each block
-(full), or not (masked). Blocks that no row sees are in no stretch.
+blocks at multiples of a block's size, or, where that takes fewer, from the first column of a run of them on. A
+*stretch* is a run of blocks of one kind: all rows see all of each block (full), or not (masked). Blocks that no row
+sees are in no stretch.
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ringflash_kernels.mask import Mask, check_capture
+from ringflash_kernels.mask import Mask, upload
 
 _MAX_BLOCK = 128  # keys of a block, at most
+_SHIFT = 8  # blocks that are not at multiples of their size are at multiples of this: TMA reads ends from 16 bytes on
+LONG_WALK = 64  # blocks
+_MASKED_COST = 0.2  # of a masked block in the forward, more than a full one takes
 
 
 class Walks(NamedTuple):
     """Tables of a launch, and blocks of their walks.
 
-    tiles: (num_tiles, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
-    stretches: (num_stretches, 4), int32: first block, end, 1 if masked, and if asked for the row of `tiles` of the last
-        tile above that visits these blocks, or -1; ascending within a tile.
-    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most.
+    tiles: (num_walks, 4), int32, in order of the launch: tile, first stretch, number of stretches, number of blocks.
+    stretches: (num_stretches, 4), int32, ascending within a tile: first block, end, 1 if masked, and
+        - `shifted`: columns by which its blocks are after the multiples of their size;
+        - `ordered`: the row of `tiles` of the last tile above that visits these blocks, or -1;
+        - `part`: in the first stretch of a part of a walk 1 + the tile's place among those of `summed`, else 0.
+    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: visits
+        of the tile that makes a visit, on average; of_long: visits of tiles with more than LONG_WALK.
+    summed: rows of the tiles whose walks are cut into parts, ascending, or None if there are none.
     """
 
     tiles: torch.Tensor
@@ -32,6 +40,9 @@ class Walks(NamedTuple):
     blocks: int
     masked: int
     longest: int
+    mean: int
+    of_long: int
+    summed: torch.Tensor | None = None
 
 
 def walks(
@@ -43,27 +54,46 @@ def walks(
     *,
     near: bool = False,
     ordered: bool = False,
+    shifted: bool = False,
+    part: int | None = None,
 ) -> Walks:
     """Return the walks over all columns of the tiles of the rows [first, end), cached with the mask.
 
     Args:
         near: launch tiles that visit the same blocks together (`_near_together`); otherwise the longest tiles first.
         ordered: find the previous tile of each stretch, for sums in a fixed order.
+        shifted: blocks may begin anywhere.
+        part: cut walks of more than twice as many blocks into parts of at most these, and launch all in the order of
+            their first blocks.
     """
     device = torch.device(device)
 
     def make() -> Walks:
-        check_capture(device)
-        tiles, stretches = _new_walks(mask, rows, tile_rows, block)
-        order = _near_together(tiles, stretches, tile_rows // block + 1) if near else _longest_first(tiles[:, 3])
+        if shifted:
+            tiles, stretches = _new_shifted_walks(mask, rows, tile_rows, block)
+        else:
+            tiles, stretches = _new_walks(mask, rows, tile_rows, block)
+        summed = None
+        if part is not None:
+            tiles, stretches, cut = _in_parts(tiles, stretches, part)
+            summed = (rows[0] + cut[:, None] * tile_rows + torch.arange(tile_rows, device="cpu")).flatten()
+            summed = upload(device, summed[summed < rows[1]])[0] if len(cut) else None
+            begins = torch.nn.functional.pad(stretches[:, 0], (0, 1), value=1 << 30)
+            order = begins[torch.where(tiles[:, 2] > 0, tiles[:, 1], len(stretches)).long()].argsort(stable=True)
+        elif near:
+            order = _near_together(tiles, stretches, tile_rows // block + 1)
+        else:
+            order = _longest_first(tiles[:, 3])
         tiles = tiles[order].contiguous()
         blocks = stretches[:, 1] - stretches[:, 0]
-        totals = int(blocks.sum()), int((blocks * stretches[:, 2]).sum()), int(tiles[:, 3].max())
+        of_tile, total = tiles[:, 3].long(), int(blocks.sum())
+        mean, of_long = int((of_tile**2).sum()) // max(total, 1), int(of_tile[of_tile > LONG_WALK].sum())
+        totals = total, int((blocks * stretches[:, 2]).sum()), int(of_tile.max()), mean, of_long
         if ordered:
             tiles, stretches = _with_previous(tiles, stretches, -(-mask.seqlen_k // block))
-        return Walks(tiles.to(device), stretches.to(device), *totals)
+        return Walks(*upload(device, tiles, stretches), *totals, summed)
 
-    return mask.cached(("walks", device, rows, tile_rows, block, near, ordered), make)
+    return mask.cached(("walks", device, rows, tile_rows, block, near, ordered, shifted, part), make)
 
 
 class Limits(NamedTuple):
@@ -79,15 +109,16 @@ class Limits(NamedTuple):
 
 def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
     """Return the limits of the rows [first, end), cached with the mask."""
+    device = torch.device(device)
 
     def make() -> Limits:
-        check_capture(device)
         start, stop = (x[slice(*rows)] for x in (mask.begins(), mask.bounds()[1]))
         parts = ((mask.ends() - rows[0], _MAX_BLOCK), (start, rows_per_tile), (stop, rows_per_tile))
-        ends, start, stop = (torch.nn.functional.pad(x, (0, -len(x) % size)).to(device) for x, size in parts)
+        padded = (torch.nn.functional.pad(x, (0, -len(x) % size)) for x, size in parts)
+        ends, start, stop = upload(device, *padded)
         return Limits(ends[None], start, stop)
 
-    return mask.cached(("limits", torch.device(device), rows_per_tile, rows), make)
+    return mask.cached(("limits", device, rows_per_tile, rows), make)
 
 
 def has_begins(mask: Mask) -> bool:
@@ -120,6 +151,29 @@ def _near_together(tiles: torch.Tensor, stretches: torch.Tensor, shared: int) ->
     tree = (visits & (begin + shared >= reached)).cumsum(0)
     longest = torch.zeros(int(tree[-1]) + 1, dtype=torch.int64, device="cpu").scatter_reduce_(0, tree, blocks, "amax")
     return _longest_first(longest[tree])
+
+
+def _in_parts(
+    tiles: torch.Tensor, stretches: torch.Tensor, most: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut long walks into equal parts of at most `most` blocks, and say which tiles they are of."""
+    number, _, _, blocks = tiles.long().unbind(1)
+    begin, end, masked, _ = stretches.unbind(1)
+    places = torch.nn.functional.pad((end - begin).cumsum(0), (1, 0))  # of stretches in all walks, one after the other
+    starts = blocks.cumsum(0) - blocks
+    counts = torch.where(blocks > 2 * most, -(-blocks // most), 1)
+    walk = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), counts)
+    part = torch.arange(len(walk), device="cpu") - (counts.cumsum(0) - counts)[walk]
+    starts = starts[walk] + blocks[walk] * part // counts[walk]
+    edges = torch.cat([places, starts]).unique()
+    of = torch.searchsorted(places, edges[:-1], right=True) - 1
+    begin = begin[of] + edges[:-1] - places[of]
+    first = torch.searchsorted(edges, starts)
+    stretches = torch.stack([begin, begin + edges.diff(), masked[of], torch.zeros_like(begin)], 1).int()
+    is_part = counts[walk] > 1
+    stretches[first[is_part], 3] = ((counts > 1).cumsum(0)[walk])[is_part].int()
+    sizes = (torch.cat([x, x.new_tensor([last])]).diff() for x, last in ((first, len(stretches)), (starts, edges[-1])))
+    return torch.stack([number[walk], first, *sizes], 1).int(), stretches.contiguous(), number[counts > 1]
 
 
 def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,4 +235,52 @@ def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) ->
     number = torch.zeros(num_tiles, dtype=torch.int64, device="cpu").index_add_(0, tile, torch.ones_like(tile))
     blocks = torch.zeros_like(number).index_add_(0, tile, end - begin)
     tiles = torch.stack([torch.arange(num_tiles, device="cpu"), number.cumsum(0) - number, number, blocks], 1).int()
+    return tiles, stretches.contiguous()
+
+
+def _new_shifted_walks(
+    mask: Mask, rows: tuple[int, int], tile_rows: int, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return walks over blocks that begin at multiples of their size, or with the first column of their run.
+
+    A run has gaps of less than a block, so that the blocks of two runs have no visible column in common.
+    """
+    tiles, fine = _new_walks(mask, rows, tile_rows, _SHIFT)
+    begin, end, masked, _ = fine.long().unbind(1)
+    begin, end, full = begin * _SHIFT, end * _SHIFT, masked == 0
+    tile = torch.repeat_interleave(torch.arange(len(tiles), device="cpu"), tiles[:, 2].long())
+    is_first = torch.ones(len(fine), dtype=torch.bool, device="cpu")
+    is_first[1:] = (tile[1:] != tile[:-1]) | (begin[1:] - end[:-1] >= block)
+    run, is_last = is_first.cumsum(0) - 1, is_first.roll(-1)
+    first, stop, tile = begin[is_first], end[is_last], tile[is_first]
+
+    def cut(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the blocks of each run, from `start` on; and the run, first block and end of pieces that are full."""
+        low, high = -(-(begin - start[run]) // block), (end - start[run]) // block
+        kept = full & (low < high)
+        return -(-(stop - start) // block), run[kept], low[kept], high[kept]
+
+    def cost(start: torch.Tensor) -> torch.Tensor:
+        blocks, of, low, high = cut(start)
+        return (1 + _MASKED_COST) * blocks - _MASKED_COST * torch.zeros_like(blocks).index_add_(0, of, high - low)
+
+    grid = first // block * block
+    start = torch.where(cost(first) < cost(grid), first, grid)
+    blocks, of, low, high = cut(start)
+    # Each run: a masked stretch before each full one, and one after the last; empty ones are dropped.
+    order = torch.cat([of * 2, torch.arange(len(first), device="cpu") * 2 + 1]).argsort(stable=True)
+    of = torch.cat([of, torch.arange(len(first), device="cpu")])[order]
+    low, high = torch.cat([low, blocks])[order], torch.cat([high, blocks])[order]
+    previous = torch.where(of == of.roll(1), high.roll(1), 0)
+    previous[:1] = 0
+    edges = torch.stack([previous, low, high], 1)
+    begin, end = edges[:, :2].flatten(), edges[:, 1:].flatten()
+    masked = torch.tensor([1, 0], device="cpu").repeat(len(of))
+    kept = begin < end
+    of, begin, end, masked = of.repeat_interleave(2)[kept], begin[kept], end[kept], masked[kept]
+    at = start[of] // block
+    stretches = torch.stack([at + begin, at + end, masked, start[of] % block], 1).int()
+    number = torch.zeros(len(tiles), dtype=torch.int64, device="cpu").index_add_(0, tile[of], torch.ones_like(of))
+    visits = torch.zeros_like(number).index_add_(0, tile[of], end - begin)
+    tiles = torch.stack([torch.arange(len(tiles), device="cpu"), number.cumsum(0) - number, number, visits], 1).int()
     return tiles, stretches.contiguous()

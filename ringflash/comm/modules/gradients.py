@@ -9,30 +9,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm.agreement import gather
 from ringflash.comm.group import Group, resolve
+from ringflash.comm.modules.parameters import EqualParameters, is_shared
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """Average gradients over the ranks of a group, in place; all ranks call this together, after a backward.
 
     A rank that has not used a parameter, for example an expert for which it had no tokens, adds zeros. A parameter that
-    no rank has used keeps no gradient, as in one process.
+    no rank has used keeps no gradient, as in one process. One with `parameter.allreduce = False`, which other ranks do
+    not have, is only divided by the number of ranks.
 
     Args:
         parameters: the same on all ranks, in one order, such as `module.parameters()`.
         group: ranks over which the loss is averaged: those of a ring, or of all rings.
+    Raises:
+        ValueError: parameters that differ between the ranks, on every rank; compared in the calls 1, 2, 4, 8, ...
     """
     group = resolve(group)
     every = list(parameters)
     if group is None or not every:
         return
-    _fill(every, group)
+    equal = _averaged.setdefault(every[0], EqualParameters())
+    equal.compare(((f"parameter {i} {tuple(x.shape)}", x) for i, x in enumerate(every)), group)
+    _fill([x for x in every if is_shared(x)], group)
     for parameter in every:
         if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
+            if is_shared(parameter):
+                dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= group.size()
+
+
+_averaged = WeakIdKeyDictionary()  # first parameter of those that are averaged, and their comparison
 
 
 class FilledGradients:
@@ -56,7 +67,8 @@ class FilledGradients:
         def end() -> None:
             assert group is not None
             # Without the DTensors of FSDP2; the import of their class takes longer than torch's.
-            parameters = [x for x in module.parameters() if x.requires_grad and not hasattr(x, "device_mesh")]
+            trained = (x for x in module.parameters() if x.requires_grad and is_shared(x))
+            parameters = [x for x in trained if not hasattr(x, "device_mesh")]
             used = bytes(x.grad is not None for x in parameters)
             if used and len(set(gather(group, zlib.crc32(used)))) > 1:
                 _fill(parameters, group)
@@ -69,6 +81,8 @@ class FilledGradients:
 
 def _fill(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Give zeros to parameters without a gradient that another rank of the group has used."""
+    if not parameters:
+        return
     used = torch.tensor([x.grad is not None for x in parameters], dtype=torch.uint8, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
     for parameter, is_used in zip(parameters, used.tolist(), strict=True):

@@ -7,7 +7,7 @@ model. Their attention mixes keys of all of these, without an error.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import torch
@@ -20,22 +20,22 @@ from ringflash.comm.comparison import gather_values
 
 
 class EqualParameters:
-    """Parameters of a module that every rank has whole; not those that FSDP or ZeRO-3 shards.
+    """Parameters that every rank of a ring has, whole or as equal shards; not those that FSDP or ZeRO-3 shards over it.
 
-    They are compared in the forwards 1, 2, 4, 8, ... with gradients.
+    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients.
     """
 
     def __init__(self) -> None:
         self._num_forwards = 0
         self._sums: dict[str, int] = {}
 
-    def begin(self, module: nn.Module) -> None:
-        """Note the values at the start of a forward, if this one is compared."""
+    def begin(self, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+        """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
         self._num_forwards += 1
         self._sums = {}
         if not self._is_due:
             return
-        parameters = dict(_whole_parameters(module))
+        parameters = {name: value for name, x in named if (value := _value(x, group)) is not None}
         if parameters and not any(cuda_graphs.capturing(x.device) for x in parameters.values()):
             sums = [_sum_of_bits(x) for x in parameters.values()]
             on_one_device = torch.stack([x.to(sums[0].device) for x in sums])
@@ -59,27 +59,41 @@ class EqualParameters:
             "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
             f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
             "model is made, and average gradients over all ranks, those of a ring included "
-            "(ringflash.average_gradients, DDP, or FSDP2 without a mesh). Of a parameter that is meant to differ, as "
-            "that of an expert that other ranks do not have, set parameter.allreduce = False."
+            "(ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, strategy.shard_parameters). "
+            "Of a parameter that is meant to differ, as that of an expert that other ranks do not have, set "
+            "parameter.allreduce = False."
         )
 
-    def compare(self, module: nn.Module, group: dist.ProcessGroup | None, batch: Sequence[torch.Tensor] = ()) -> None:
+    def compare(
+        self,
+        named: Iterable[tuple[str, torch.Tensor]],
+        group: dist.ProcessGroup | None,
+        cuts: Callable[[], list[tuple[int, str]]] = list,
+        layout: str = "",
+    ) -> None:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            batch: checksums of the whole sequences of this forward, scalars, as far as they are known.
+            cuts: returns checksums of the whole sequences of this forward, and the layouts of their shards, as far as
+                they are known.
+            layout: that of the module's attention.
         Raises:
-            ValueError: a parameter or a sequence differs between ranks; on every rank.
+            ValueError: a parameter or a sequence differs between ranks, or a shard has another layout; on every rank.
         """
         if group is None:
             return
-        self.begin(module)
+        self.begin(named, group)
         if not self._is_due:
             return
-        sequences = [int(x) for x in batch[:8] if not cuda_graphs.capturing(x.device)]
-        checksums, of_ranks = zip(*gather(group, [self.checksum, sequences]), strict=True)
+        checksums, cuts_of_ranks = zip(*gather(group, [self.checksum, cuts()[:8]]), strict=True)
         if len(set(checksums)) > 1:
             self.raise_for(group)
+        if other := {found for of_rank in cuts_of_ranks for _, found in of_rank} - {layout}:
+            raise ValueError(
+                f"shards must be cut by the layout of the module's attention, {layout!r}, got {sorted(other)}; give "
+                "wrap_attention, shard_sequence and local_positions one layout."
+            )
+        of_ranks = [[whole for whole, _ in of_rank] for of_rank in cuts_of_ranks]
         if len(set(map(len, of_ranks))) == 1 and len(set(map(tuple, of_ranks))) > 1:
             raise ValueError(
                 "the sequences that shard_sequence cuts must be the same on all ranks of a ring, because each takes a "
@@ -88,18 +102,33 @@ class EqualParameters:
             )
 
 
-def _whole_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by name, without shards and quantized ones.
-
-    Shards are DTensors, parameters of ZeRO-3, and all inside a unit of FSDP1.
-    """
-    for name, x in module.named_parameters(prefix, recurse=False):
-        plain = type(x) is nn.Parameter and not x.is_meta and not hasattr(x, "ds_status")
-        if plain and getattr(x, "allreduce", True):
-            yield name, x
+def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters by name, without those inside a unit of FSDP1, but with what the unit around it has gathered."""
+    yield from module.named_parameters(prefix, recurse=False)
+    for name, x in vars(module).items():
+        if isinstance(x, torch.Tensor) and getattr(x._base, "_is_flat_param", False):
+            yield f"{prefix}.{name}", x
     for name, child in module.named_children():
         if type(child).__name__ != "FullyShardedDataParallel":
-            yield from _whole_parameters(child, f"{prefix}.{name}" if prefix else name)
+            yield from named_whole(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Return what all ranks of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
+
+    None for quantized parameters, shards over the ring, those of ZeRO-3, and what is meant to differ.
+    """
+    if hasattr(x, "device_mesh"):
+        shared = {*dist.get_process_group_ranks(group)}.intersection(x.device_mesh.mesh.flatten().tolist())
+        over_others = len(shared) == 1
+        return x.detach().to_local() if over_others and is_shared(x) else None  # type: ignore[attr-defined]
+    plain = type(x) in (nn.Parameter, torch.Tensor) and not x.is_meta and not hasattr(x, "ds_status")
+    return x if plain and is_shared(x) else None
+
+
+def is_shared(parameter: torch.Tensor) -> bool:
+    """Return False for a parameter that is meant to differ between ranks, such as that of an expert of one rank."""
+    return bool(getattr(parameter, "allreduce", True))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -27,13 +27,15 @@ from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import has_begins, limits, walks
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
+from ringflash_kernels.mask import Mask, Region, upload
 
 _FAR = 1 << 29  # an open side of a band
 _MANY_TILES = 192  # enough tiles of unequal length, longest first, to keep the SMs busy to the end
 # Q and dO of the heads that run concurrently should stay in L2 (50 MB) with their dQ; larger sections measured slower.
 _L2_BYTES_PER_SECTION = 16 * 2**20
+# The SMs have tiles of many short heads at a time. With more of them, dQ in fp32 would leave L2 between two tiles.
+_SHORT_ROWS, _ROWS_TOGETHER = 2048, 8192
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
@@ -41,6 +43,9 @@ _FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in
 _LONG_TILE = 0.25  # of the blocks that each SM visits
 _HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
 _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
+# Under a window, long walks go from document to document, each at its own pace. In parts that are launched near the
+# other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
+_PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -168,12 +173,23 @@ class HopperBackward:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return _largest_divisor(num_heads, limit)
 
-    def _in_step(self, hop: HopRectangle, group: int) -> bool:
-        """True if CTAs should be at the same query block at a time; with `deterministic`, their order ensures it."""
-        return (
-            not self.deterministic
-            and hop.num_rows * (self.q.shape[3] * 4 + self.tiles.columns * 2) * group > IN_STEP_BYTES
-        )
+    def _lap(self, hop: HopRectangle, group: int, lap: int) -> int:
+        """Return the blocks of a lap of the clock that keeps CTAs at the same query block at a time, or 0 for no clock.
+
+        With `deterministic`, their order does so.
+        """
+        row_bytes = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
+        if self.deterministic or hop.num_rows * row_bytes <= IN_STEP_BYTES:
+            return 0
+        return lap or -(-hop.num_rows // 64)
+
+    def heads_together(self, hop: HopRectangle, num_groups: int, group: int) -> int:
+        """Return how many heads, or groups of heads, alternate in the order of `backward_keys`."""
+        together = self._section(num_groups, hop.num_rows, group)
+        is_short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
+        if is_short and group == 1 and not (self.ordered or hop.has_bounds):
+            together = _largest_divisor(num_groups, min(together, _ROWS_TOGETHER // hop.num_rows))
+        return together
 
     def _add_keys(
         self,
@@ -189,10 +205,11 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
-        tables = self._tables(mask, hop, k.device, num_groups)
-        heads_together = 1 if tiles.wide else self._section(num_groups, hop.num_rows, group)
+        tables = self._tables(mask, hop, k.device, num_groups, in_parts=not (tiles.wide or self.ordered))
+        summed = None if accumulate else tables.summed
+        heads_together = 1 if tiles.wide else self.heads_together(hop, num_groups, group)
         heads_together = max(heads_together, tables.heads_together)
-        num_tiles = -(-hop.num_keys // tiles.block_n)
+        num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)
         if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
             at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
@@ -203,7 +220,7 @@ class HopperBackward:
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, *at_last, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group) and not tables.down), self.clock,
+            0 if tables.down else self._lap(hop, group, tables.lap), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
@@ -214,7 +231,7 @@ class HopperBackward:
         )  # fmt: skip
         variant = (
             head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
-            tables.down, accumulate,
+            tables.down, accumulate, summed is not None,
         )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
@@ -227,15 +244,23 @@ class HopperBackward:
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
             stores = [_piece_descriptors(x, halves if x.dtype == torch.float32 else tiles.pieces) for x in keys[2:]]
+            sums, stores_of_sums = [], [[None, None]] * 2
+            if summed is not None:
+                rows = -(-len(summed) // tiles.block_n) * tiles.block_n
+                sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
+                stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
             _KEYS(
                 variant, num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
+                *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, **choices,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, **choices,
             )  # fmt: skip
+            for x, total in zip(keys[2:], sums, strict=False):
+                x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
     def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
@@ -283,12 +308,15 @@ class HopperBackward:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
-    def _tables(self, mask: Mask, hop: HopRectangle, device: torch.device, num_groups: int) -> Tables:
+    def _tables(
+        self, mask: Mask, hop: HopRectangle, device: torch.device, num_groups: int, *, in_parts: bool = False
+    ) -> Tables:
         """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty."""
         if not hop.two_sided:
             return Tables()
         side, block_n = mask.cached("transposed", mask.transposed), self.tiles.block_n
-        walk = walks(side, device, (0, side.seqlen_q), block_n, 64, near=True, ordered=self.ordered)
+        rows = 0, side.seqlen_q
+        walk = walks(side, device, rows, block_n, 64, near=True, ordered=self.ordered)
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
         # Rows of short walks stay in L2 for several heads. A long tile of the last head would run by itself at the end,
         # and in a fixed order tiles of one head wait for one another.
@@ -298,7 +326,11 @@ class HopperBackward:
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
-        return Tables(begins, walk[:2], _largest_divisor(num_groups, most) if together else 1, down)
+        together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
+        if in_parts and _is_cut(hop, walk, self.tiles.columns):
+            walk, down = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), False
+            together = _largest_divisor(num_groups, _PARTS_TOGETHER)
+        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -342,6 +374,11 @@ def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumul
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; allocate it with torch.empty.")
         if x.dtype not in dtypes or x.dtype != dk.dtype:
             raise ValueError(f"dk and dv must share one dtype of {dtypes}, got {dk.dtype}, {dv.dtype}; cast them.")
+
+
+def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
+    """Return whether long walks are cut into parts: under a window, if they make few of the visits."""
+    return hop.has_begins and columns > 64 and 0 < walk.of_long <= _SUMMED * walk.blocks
 
 
 @contextlib.contextmanager
@@ -391,12 +428,17 @@ class Tables(NamedTuple):
         heads_together: heads, or groups of heads, at least, whose tiles alternate in the order of the launch.
         down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
             same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
+        num_walks: parts of tiles, and other tiles; summed: see `Walks`.
+        lap: of the clock. With more blocks than most tiles visit, these would often be at none that it shows.
     """
 
     begins: TensorDescriptor | None = None
     walks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     heads_together: int = 1
     down: bool = False
+    lap: int = 0
+    num_walks: int = 0
+    summed: torch.Tensor | None = None
 
 
 class HopRectangle(NamedTuple):
@@ -500,8 +542,8 @@ def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
     """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
 
     def make() -> torch.Tensor:
-        check_capture(device)
-        return torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None].to(device)
+        (first,) = upload(device, torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None])
+        return first
 
     return mask.cached(("begins", torch.device(device)), make)
 

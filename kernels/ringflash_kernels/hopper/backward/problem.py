@@ -74,7 +74,8 @@ class BackwardProblem:
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        in_step, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value.
+        lap, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value, and
+            shows blocks below `lap`. If that is 0, CTAs may be at different blocks.
     """
 
     min_row: gl.tensor
@@ -93,7 +94,7 @@ class BackwardProblem:
     split: gl.tensor
     second_shift: gl.tensor
     stop_shift: gl.tensor
-    in_step: gl.tensor
+    lap: gl.tensor
     clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
@@ -145,6 +146,14 @@ class BackwardProblem:
         return index % (self.num_tiles * self.heads_together) // self.heads_together
 
     @gluon.jit
+    def sum_of(self, index):
+        """Return 1 + the place in the sums of a work item that is a part of a tile's walk, or 0."""
+        entry = self.tiles_ptr + self.rank(index) * 4
+        first = gl.load(entry + 1)
+        count = gl.load(entry + 2)
+        return gl.load(self.stretches_ptr + first * 4 + 3, mask=count > 0, other=0)
+
+    @gluon.jit
     def previous(self, number):
         """Return the rank of the last tile before that visits the blocks of a stretch, or -1; see `walks`."""
         return gl.load(self.stretches_ptr + number * 4 + 3)
@@ -167,7 +176,7 @@ class BackwardProblem:
     @gluon.jit
     def meeting_stretch(self, number, block, first, count):
         """Return the stretch and the block at which to start a round: see `meeting_block`."""
-        if self.in_step != 0:
+        if self.lap != 0:
             now = self.mean_block()
             for i in range(count):
                 begin, end, _masked = self.stretch(first + i)
@@ -232,7 +241,7 @@ class BackwardProblem:
     @gluon.jit
     def tick(self, step):
         """Advance the clock, which counts the steps of all CTAs' producers."""
-        if (self.in_step != 0) & (step % _TICK == 0):
+        if (self.lap != 0) & (step % _TICK == 0):
             gl.atomic_add(self.clock_ptr, _TICK)
 
     @gluon.jit
@@ -243,7 +252,7 @@ class BackwardProblem:
         into L2 once for all of them, and not once for each. So all start at the block that the clock shows, the mean
         of their steps, or at `block` if the tile does not visit that one.
         """
-        if self.in_step != 0:
+        if self.lap != 0:
             now = self.mean_block()
             block = gl.where((start <= now) & (now < stop), now, block)
         return block
@@ -254,7 +263,7 @@ class BackwardProblem:
         # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
         steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
         running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
-        return (steps // running % gl.cdiv(self.num_rows, self.BLOCK_M).to(gl.uint32)).to(gl.int32)
+        return (steps // running % self.lap.to(gl.uint32)).to(gl.int32)
 
     @gluon.jit
     def next_block(self, block, start, stop):

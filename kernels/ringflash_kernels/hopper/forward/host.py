@@ -17,7 +17,7 @@ from ringflash_kernels.hopper.forward.kernel import ForwardVariant, forward_kern
 from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES, NARROW_FORWARD_TILES, ForwardTiles, forward_tiles
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import has_begins, limits, walks
-from ringflash_kernels.mask import Mask, Region, check_capture
+from ringflash_kernels.mask import Mask, Region, upload
 
 _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
@@ -135,7 +135,8 @@ def build_launch(
     elif kind == "ends":
         ends, start, stop = limits(mask, q.device, variant.tiles.rows, rows)
         ends = block_descriptor(ends, (1, variant.tiles.block_n))
-        table, stretches, *_ = walks(mask, q.device, rows, variant.tiles.rows, variant.tiles.block_n)
+        sizes = variant.tiles.rows, variant.tiles.block_n
+        table, stretches, *_ = walks(mask, q.device, rows, *sizes, near=True, shifted=True)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
@@ -235,8 +236,6 @@ def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple
 
 
 def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
-    check_capture(device)
-    # On the host: another stream may read the table as soon as it is there.
     start, stop = (bound[slice(*rows)] for bound in mask.bounds())
     empty = start == stop
 
@@ -253,7 +252,8 @@ def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: 
     order = torch.argsort(end_key - first_key, descending=True, stable=True)
     columns = (torch.arange(len(order), device=start.device), first_key, last_start, first_stop, end_key)
     table = torch.stack([column.int() for column in columns], 1)[order]
-    return torch.nn.functional.pad(table, (0, 3)).contiguous().to(device)
+    (table,) = upload(device, torch.nn.functional.pad(table, (0, 3)).contiguous())
+    return table
 
 
 @functools.cache

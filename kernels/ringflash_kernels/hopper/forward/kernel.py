@@ -172,13 +172,14 @@ def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers
         begin = gl.load(entry)
         end = gl.load(entry + 1)
         masked = gl.load(entry + 2)
+        shift = gl.load(entry + 3)
         for j in range(end - begin):
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
-                announce_stretch(index, begin, end, masked, shared)
-            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN, kv,
-                      count, i + j == 0, V)  # fmt: skip
+                announce_stretch(index, end * BN + shift, end - begin, masked, shared)
+            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN + shift,
+                      kv, count, i + j == 0, V)  # fmt: skip
             kv += 1
     return kv
 
@@ -340,7 +341,7 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W: gl
     s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
     if V.mask == "ends":
         end, num_masked, num_full = stretch_at(index, shared)
-        key = (end - 1) * V.tiles.block_n
+        key = end - V.tiles.block_n
     else:
         key = key_of(tile, 0, V)
     s = seen_scores(s, index, key, rows, shared, barriers, pointers, V.mask != "none", V)
@@ -352,12 +353,12 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W: gl
     mbarrier.wait(barriers.k_full.index(index), phase, pred=n > 1)
     if V.mask == "ends":
         i = 1
-        end -= 1  # the first block is done
+        end -= V.tiles.block_n  # the first block is done
         num_full = gl.where(num_masked == 0, num_full - 1, num_full)
         num_masked = gl.maximum(num_masked - 1, 0)
         while i < n:
             for j in range(num_masked):
-                key = (end - 1 - j) * V.tiles.block_n
+                key = end - (1 + j) * V.tiles.block_n
                 acc, p, alpha, row_max, row_sum, kv = step_overlapped(
                     acc, p, alpha, row_max, row_sum, kv, i, key, tile, rows, shared, barriers, pointers, True, W, V
                 )
@@ -475,7 +476,7 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: g
             end, num_masked, num_full = stretch_at(index, shared)
             left -= num_masked + num_full
             for j in range(num_masked):
-                key = (end - 1 - j) * V.tiles.block_n
+                key = end - (1 + j) * V.tiles.block_n
                 acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key, rows, shared, barriers,
                                                              pointers, True, W, V)  # fmt: skip
             for _ in range(num_full):

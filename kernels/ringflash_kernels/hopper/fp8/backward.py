@@ -230,7 +230,7 @@ class _Products(host.HopperBackward):
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            int(self._in_step(hop, group)), self.clock, 1.0, 1.0,
+            self._lap(hop, group, tables.lap), self.clock, 1.0, 1.0,
             STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,

@@ -216,7 +216,7 @@ def walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barrier
             index, phase = slot(kv, V.tiles.num_stages)
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
-                announce_stretch(index, begin, end, masked, shared)
+                announce_stretch(index, end * V.tiles.block_n, end - begin, masked, shared)
             load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, end - 1 - j, kv,
                         count, i + j == 0, V)  # fmt: skip
             kv += 1
@@ -453,7 +453,7 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
             end, num_masked, num_full = stretch_at(index, shared)
             left -= num_masked + num_full
             for j in range(num_masked):
-                key = (end - 1 - j) * V.tiles.block_n
+                key = end - (1 + j) * V.tiles.block_n
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, V)
             for _ in range(num_full):
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, 0, rows, shared, barriers, False, W, V)

@@ -1,0 +1,90 @@
+"""Slots, where a repeated call finds the tensors of the recorded one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ringflash.attention.steps import Tensors
+
+
+class Slots:
+    """The *slots* of a call: its inputs, then its allocations. A tensor is addressed by a slot and the offset there.
+
+    All others belong to the group or the mask, and keep their place as long as the tape, which is dropped with the
+    areas.
+
+    Args:
+        give_up: told why a call cannot be repeated.
+    Attributes:
+        kept: tensors without a slot.
+    """
+
+    def __init__(self, tensors: Tensors, give_up: Callable[[str], None]) -> None:
+        self.kept: list[torch.Tensor] = []
+        self._give_up = give_up
+        self._addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        self._dtypes = [None if x is None else x.dtype for x in tensors]
+        # Inputs and their views. They may share a storage, and are alive anyway.
+        self._inputs = {id(x): (x, slot) for slot, x in enumerate(tensors) if x is not None}
+        self._input_storages = {x.untyped_storage()._cdata for x in tensors if x is not None}
+        self._allocated: dict[int, tuple[int, StorageWeakRef]] = {}  # slots, by storage
+
+    def add_views(self, x: torch.Tensor, views: Any) -> None:
+        """Note views, if they are of an input."""
+        known = self._inputs.get(id(x))
+        if known is not None:
+            self._inputs |= {id(view): (view, known[1]) for view in tree_leaves(views)}
+
+    def is_new(self, out: Any) -> bool:
+        """True if an operator returned one new tensor."""
+        if not isinstance(out, torch.Tensor):
+            return False
+        storage = out.untyped_storage()._cdata
+        return storage not in self._allocated and storage not in self._input_storages
+
+    def add(self, x: torch.Tensor) -> None:
+        """Give a new tensor the next slot."""
+        storage = x.untyped_storage()
+        self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage)
+        self._addresses.append(x.data_ptr())
+        self._dtypes.append(x.dtype)
+
+    def freed(self) -> Iterator[int]:
+        """Yield the slots of what was freed since this was last asked."""
+        for storage, (slot, alive) in list(self._allocated.items()):
+            if alive.expired():
+                del self._allocated[storage]
+                yield slot
+
+    def place(self, x: torch.Tensor) -> tuple[int | None, int]:
+        """Return the slot of a tensor and its offset there; without a slot its address."""
+        storage = x.untyped_storage()._cdata
+        if not x.numel():
+            return None, 0
+        if id(x) in self._inputs:
+            slot = self._inputs[id(x)][1]
+        elif storage in self._allocated:
+            slot = self._allocated[storage][0]
+        else:
+            if storage in self._input_storages:
+                self._give_up("an unknown view of an input")
+            self.kept.append(x)
+            return None, x.data_ptr()
+        return slot, x.data_ptr() - self._addresses[slot]
+
+    def has_dtype(self, slot: int, x: torch.Tensor) -> bool:
+        """True if a tensor has the dtype of that of its slot."""
+        return x.dtype == self._dtypes[slot]
+
+    def of_result(self, x: torch.Tensor) -> int:
+        """Return the slot of a result, which must be an allocation."""
+        slot, offset = self.place(x)
+        if slot is None or offset or id(x) in self._inputs:
+            self._give_up("a result that the call did not allocate")
+            return 0
+        return slot

@@ -1,0 +1,122 @@
+"""The steps of a recorded call as a repetition makes them: one by one or, with the driver, in lists of commands.
+
+A list ends at other work of torch, and where memory is allocated after some was freed. Other allocations precede the
+list in which they fall. Notes follow it, and so does what frees memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+
+from ringflash.attention.steps import Step, entering, issuing, recording, taking
+from ringflash.comm.driver import Command, Driver, driver, new_event, record_command, wait_command
+from ringflash.comm.transport.lanes import Lanes
+
+
+class Role(Enum):
+    """Kinds of steps, which decide on their places among commands."""
+
+    WORK = auto()
+    ALLOCATE = auto()
+    DROP = auto()
+    ENTER = auto()  # changes the current stream, which commands do not need
+    EARLY = auto()  # work of the host that may precede commands
+    LATE = auto()  # or follow them
+
+
+class RecordedStep(NamedTuple):
+    """A step of the recorded call.
+
+    Args:
+        stream: the current stream that it needs, if it needs one.
+        commands: do the same.
+    """
+
+    role: Role
+    step: Step
+    stream: torch.cuda.Stream | None = None
+    commands: Sequence[Command] | None = None
+
+
+class RecordedEvent(NamedTuple):
+    """An event that a stream records or waits for, in the recorded call."""
+
+    event: int  # index
+    stream: torch.cuda.Stream
+    waits: bool
+
+    def step(self, shared: torch.cuda.Event | None) -> Step:
+        """Return what does the same, with an event that serves all calls or with one of each."""
+        event, stream = self.event, self.stream
+        return (lambda now: now.events[event].wait(stream)) if self.waits else recording(event, stream, shared)
+
+    def command(self, shared: torch.cuda.Event | None) -> Command:
+        """Return the command that does the same."""
+        make, stream = wait_command if self.waits else record_command, self.stream.cuda_stream
+        if shared is None:
+            return make(stream, 0, self.event)
+        return make(stream, shared.cuda_event)._replace(kept=shared)
+
+
+def repeated_steps(
+    recorded: Sequence[RecordedStep | RecordedEvent],
+    seen_by_host: set[int],
+    memory: Lanes,
+    current: torch.cuda.Stream,
+) -> list[Step]:
+    """Return the steps of a repetition.
+
+    Args:
+        seen_by_host: indices of events for whose end the host looks.
+        current: the stream on which it begins.
+    """
+    # Only streams wait for the others. A wait is for the last record before it, so one event serves all calls.
+    records = [x for x in recorded if isinstance(x, RecordedEvent) and not x.waits]
+    shared = {x.event: new_event(x.stream) for x in records if x.event not in seen_by_host}
+    known = driver()
+    if known is not None:
+        return list(_in_lists(recorded, shared, known, memory, current))
+    return [x.step(shared.get(x.event)) if isinstance(x, RecordedEvent) else x.step for x in recorded]
+
+
+def _in_lists(
+    recorded: Sequence[RecordedStep | RecordedEvent],
+    shared: dict[int, torch.cuda.Event],
+    known: Driver,
+    memory: Lanes,
+    current: torch.cuda.Stream,
+) -> Iterator[Step]:
+    """Yield the steps of a repetition, with as many commands in one list as may be.
+
+    Args:
+        shared: events that serve all calls, by index.
+    """
+    commands, late, frees = list[Command](), list[Step](), False
+    for x in recorded:
+        if isinstance(x, RecordedEvent):
+            commands.append(x.command(shared.get(x.event)))
+            if not x.waits and x.event not in shared:
+                yield taking(x.event, x.stream)
+        elif x.commands is not None:
+            commands += x.commands
+        elif x.role in (Role.LATE, Role.DROP):
+            late.append(x.step)
+            frees |= x.role is Role.DROP
+        elif x.role is not Role.ENTER:
+            if not (x.role is Role.EARLY or x.role is Role.ALLOCATE and not frees):
+                yield from _list_of(known, commands, late)
+                commands, late, frees = [], [], False
+            if x.stream is not None and x.stream != current:
+                current = x.stream
+                yield entering(memory, current)
+            yield x.step
+    yield from _list_of(known, commands, late)
+
+
+def _list_of(known: Driver, commands: list[Command], late: list[Step]) -> list[Step]:
+    """Return the step that issues commands, if there are any, and those that follow it."""
+    return [issuing(known, commands), *late] if commands else late
