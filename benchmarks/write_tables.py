@@ -455,6 +455,13 @@ def torchtitan_table(result: dict) -> str:
         )
         ratio = f"{ring['tokens_per_s'] / flex['tokens_per_s']:.2f}"
         lines.append(_row(f"{seqlen:,}", *speeds, ratio, *(f"{x:.0e}" for x in differ)))
+    profiled = [row for row in result["rows"] if "parts" in row]
+    if profiled:
+        kinds = [kind for kind in profiled[0]["parts"] if any(row["parts"][kind] for row in profiled)]
+        lines += ["", _row("seconds of one step", *kinds), f"{'|---' * (len(kinds) + 1)}|"]
+    for row in profiled:
+        name = "ringflash" if row["attention"] == "ring" else "torchtitan's own"
+        lines.append(_row(f"{name}, {row['seqlen']:,}", *(f"{row['parts'][kind]:.3f}" for kind in kinds)))
     return "\n".join(lines)
 
 
