@@ -6,8 +6,9 @@ Starts torchtitan's own Trainer on all GPUs, once for each length and attention:
 torchtitan's all-gather of keys before flex attention. The model is llama3 with the shapes of 8B, a few layers and a
 small vocabulary; each sequence is one document of random tokens. FSDP2 shards over the ring, selective activation
 checkpointing keeps attention in both, and nothing is compiled but flex attention, with the tuning that torchtitan asks
-for, or with the options that it found before (--tuned: at 131,072 tokens the tuning alone takes a quarter of an
-hour). --parts adds what the time of one more step consists of. The results are saved after every run.
+for, or with the options that it found at 32,768 tokens (--tuned: there it takes a minute and a half, and its time grows
+with the square of the length). --parts adds what the time of one more step consists of. The results are saved after
+every run.
 
 torchtitan 0.3 trains with torch 2.14 only. With an older torch its backend "partial_dtensor" still runs, which the
 plug-in refuses: the ring is then put in place by hand. The attention of both contenders is the same as with 2.14.

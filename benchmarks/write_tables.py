@@ -395,7 +395,17 @@ def torchtitan_table(result: dict) -> str:
         ratio = f"{ring['tokens_per_s'] / flex['tokens_per_s']:.2f}"
         rows.append((f"{seqlen:,}", *speeds, ratio, *(f"{x:.0e}" for x in differ)))
     head = ("tokens", "torchtitan's own", "ringflash", "ratio", "losses differ by", "norms of gradients by")
-    return _page(f"{_measured(result, 'torchtitan', 'torch', 'triton')}.", head, rows)
+    page = _page(f"{_measured(result, 'torchtitan', 'torch', 'triton')}.", head, rows)
+    profiled = [row for row in result["rows"] if "parts" in row]
+    if not profiled:
+        return page
+    kinds = [kind for kind in profiled[0]["parts"] if any(row["parts"][kind] for row in profiled)]
+    names = {"ring": "ringflash", "flex": "torchtitan's own"}
+    parts = (
+        (f"{names[row['attention']]}, {row['seqlen']:,}", *(f"{row['parts'][kind]:.3f}" for kind in kinds))
+        for row in profiled
+    )
+    return f"{page}\n\n{table(('seconds of one step', *kinds), parts)}"
 
 
 def megatron_table(result: dict) -> str:
