@@ -46,7 +46,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys_fp8 hd128 fp8_scores band added bfloat16": 1,
         "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 1,
         "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 1,
-        "backward_keys_fp8 hd128 fp8_scores bounds": 1,
+        "backward_keys_fp8 hd128 fp8_scores bounds": 5,
         "backward_keys_fp8 hd128 fp8_scores ends": 2,
         "backward_keys_fp8 hd128 fp8 ends": 11,
         "backward_keys_fp8 hd128 fp8 ends window": 13,
@@ -81,6 +81,9 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys_fp8 hd128 fp8 ends": 1,
         "backward_keys_fp8 hd128 fp8 ends window": 1,
         "backward_keys_fp8 hd128 fp8_scores band": 1,
+        "backward_keys_fp8 hd128 fp8_scores band added bfloat16": 1,
         "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16": 1,
+        "backward_keys_fp8 hd128 fp8_scores band overwritten float32": 1,
+        "backward_keys_fp8 hd128 fp8_scores ends window": 1,
     },
 }
