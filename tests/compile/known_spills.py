@@ -9,7 +9,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         # K and V in registers, which is 2% faster with these.
         "backward_keys hd96 bfloat16 band": 4,
         "backward_keys hd96 bfloat16 band store": 2,
-        "backward_keys hd96 bfloat16 bounds": 2,
+        "backward_keys hd96 bfloat16 bounds": 4,
         "backward_keys hd128 bfloat16 band": 4,
         "backward_keys hd128 bfloat16 band store": 4,
         "backward_keys hd128 bfloat16 band store fp32 out": 4,
@@ -53,6 +53,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
     },
     "3.9": {
         # The second of two consumers, which is 5 to 10% faster than with the addresses that spill nothing.
+        "backward_keys hd96 bfloat16 ends window in parts": 1,
         "backward_keys hd96 bfloat16 band": 1,
         "backward_keys hd96 bfloat16 band store": 1,
         "backward_keys hd128 bfloat16 band": 1,
