@@ -72,6 +72,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "forward_fp8 hd128 ends window": 7,
         "forward_fp8 hd128 ends resume fp32 out": 5,
         "forward_fp8 hd256 ends": 2,
+        "forward_fp8 hd256 ends resume fp32 out": 2,
         "forward_fp8 hd256 band": 8,
         "forward_fp8 hd256 bounds": 4,
         "forward_fp8 hd256 band resume fp32 out": 11,
