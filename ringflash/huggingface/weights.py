@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ringflash.comm import agreement
@@ -166,7 +166,7 @@ def _agree(signature: dict[str, object], error: Exception | None) -> None:
         raise error
 
 
-def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers that a checkpoint holds, each once, in the dtypes that transformers loads.
 
     Buffers that transformers keeps in fp32 are cast to fp32 in the model.
@@ -210,7 +210,7 @@ def materialize(model: nn.Module, device: torch.device) -> list[str]:
     return [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
 
 
-def _unset(tensor: torch.Tensor | None) -> None:
+def _unset(tensor: Tensor | None) -> None:
     """Fill with NaN, so that values that are never set can be found."""
     if tensor is not None and tensor.is_floating_point():
         tensor.fill_(math.nan)
@@ -228,7 +228,7 @@ def _seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
 
 
-def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return the whole parameters of one module, initialised by the model's rules."""
     twin = copy.copy(module)
     twin._parameters = {
@@ -244,7 +244,7 @@ def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[st
 
 
 @torch.no_grad()
-def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+def _fill(parameter: Tensor, whole: Tensor) -> None:
     if isinstance(parameter, DTensor):
         whole = whole.to(parameter.to_local().device)
         sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -306,7 +306,7 @@ def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
 
 
 @torch.no_grad()
-def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, Tensor]) -> None:
     """Copy this rank's shard of every tensor.
 
     Raises:
@@ -323,8 +323,8 @@ def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, tor
 
 
 def _local_parts(
-    boxes: list[TensorBox], files: dict[str, Path], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[TensorBox, torch.Tensor, torch.Tensor]]:
+    boxes: list[TensorBox], files: dict[str, Path], tensors: dict[str, Tensor]
+) -> Iterator[tuple[TensorBox, Tensor, Tensor]]:
     """Yield each box that overlaps this rank's shard: the box, the overlap in the shard, and its values in the file."""
     from safetensors import safe_open
 
@@ -343,7 +343,7 @@ def _local_parts(
                     yield box, shard[tuple(in_shard)], file.get_slice(box.name)[tuple(in_tensor)]
 
 
-def _shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of a tensor, and its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()

@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -75,7 +75,7 @@ class CausalLM(lightning.LightningModule):
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
         self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None  # of a sequence's documents
-        self._losses: list[torch.Tensor] = []  # one for each batch of this step so far
+        self._losses: list[Tensor] = []  # one for each batch of this step so far
         self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
 
@@ -107,8 +107,8 @@ class CausalLM(lightning.LightningModule):
         exact = dict(self.named_buffers())
         in_fp32 = {id(p) for module in self._in_fp32 for p in module.parameters() if isinstance(p, DTensor)}
 
-        def unrounded(x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = fn(x)
+        def unrounded(x: Tensor) -> Tensor:
+            found: Tensor = fn(x)
             return x.to(found.device) if id(x) in in_fp32 and found.dtype.itemsize < x.dtype.itemsize else found
 
         result = super()._apply(unrounded, recurse)
@@ -152,7 +152,7 @@ class CausalLM(lightning.LightningModule):
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return this rank's loss, and log its mean over all ranks and over the step's batches so far.
 
         A mixture of experts also logs the routers' balancing loss of the last batch. The loss contains it, multiplied
@@ -247,11 +247,7 @@ class LearningRateSchedule(LambdaLR):
 
 
 def empty_model(
-    config: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    memory: Memory,
-    layout: str = "zigzag",
-    impl: str = "auto",
+    config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory, layout: str = "zigzag", impl: str = "auto"
 ) -> huggingface.CausalLMWithLoss:
     """Build a transformers model with ring attention over `group` on the meta device, whose forward returns the loss.
 
@@ -278,7 +274,7 @@ def _flops_of(model: nn.Module) -> Callable[[Sequence[int] | Documents], float] 
     return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 
-def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:
+def position_buckets(position_ids: Tensor, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:
     """Return the bucket of each token, by the number of preceding tokens of its document; int64, as position_ids.
 
     Losses by bucket show if a model uses distant context.
