@@ -18,7 +18,7 @@ from ringflash import huggingface
 from ringflash import loss as token_loss
 from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import raising_together
 from ringflash.huggingface.options import NAME, inputs_of
 from ringflash.huggingface.shard_loss import ShardLoss
 from ringflash.huggingface.spans import number_spans
@@ -137,8 +137,9 @@ class RingForward:
 
     @torch.compiler.disable(reason="ranks compare their batches, and cut them by the values")
     def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], fused: bool) -> BatchRows:
-        rows, problem = None, None
-        try:
+        content: dict[str, object] = {}
+        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
+        with raising_together(self.group, content, causal.device, remedy=remedy):
             if fused and self._fused_head is None:
                 raise NotImplementedError(
                     "model must have TRL's fused head for fused_lm_head, got one without; let TRL's trainer prepare "
@@ -157,12 +158,7 @@ class RingForward:
                         "(Llama 4), which would count those of the packed tokens."
                     )
                 rows = share_rows(rows, self.min_shared)
-        except (ValueError, NotImplementedError) as error:
-            problem = error
-        shape = None if rows is None else [*rows.input_ids.shape]
-        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
-        agree(self.group, {"batch of accelerate": shape}, problem, causal.device, remedy=remedy)
-        assert rows is not None  # agree has raised the problem
+            content["batch of accelerate"] = [*rows.input_ids.shape]
         return rows
 
     def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: BatchRows, num_items: Tensor | int | None) -> Tensor:

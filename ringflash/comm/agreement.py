@@ -12,9 +12,10 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -132,6 +133,27 @@ def agree(
         checksum = zlib.crc32(json.dumps({**signature, _ERRORS_IN_CALLS: str(errors)}).encode()) & 0xFFFF
         _compared.setdefault(group, deque(maxlen=REMEMBERED)).append(_Compared(signature, errors, checksum))
     return checksum
+
+
+@contextmanager
+def raising_together(
+    group: Group, signature: dict[str, object], device: torch.device = _CPU, **options: Any
+) -> Iterator[None]:
+    """Do work in which only this rank may fail, then `agree`, with its error if it has one.
+
+    Args:
+        signature: may still be filled by the work.
+        options: timeout and remedy, as `agree`.
+    """
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        if group is None:
+            raise
+        error = problem
+    if group is not None:
+        agree(group, signature, error, device, **options)
 
 
 def _known_checksum(group: dist.ProcessGroup, signature: dict[str, object], errors: _Errors) -> int | None:

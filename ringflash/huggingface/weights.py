@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash.comm import agreement
+from ringflash.comm.agreement import READ_TIMEOUT, raising_together
 from ringflash.comm.seeding import seeded
 from ringflash.huggingface.checkpoint_map import CheckpointMap, TensorBox, ties_of
 
@@ -139,31 +139,17 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
     """
     from safetensors import SafetensorError
 
-    mapping, error = None, None
-    try:
+    with raising_together(dist.group.WORLD, {"checkpoint": str(directory)}, timeout=READ_TIMEOUT):
         _check_plain(model, directory)
         files, shapes = _headers(directory)
         mapping = CheckpointMap(model, shapes)
         _check_map(mapping, directory)
-    except ValueError as problem:
-        error = problem
-    _agree({"checkpoint": str(directory)}, error)
-    assert mapping is not None
     _check_set(model, set(materialize(model, device)) - set(model.state_dict()))
-    try:
-        _read(mapping, files, saved_tensors(model))
-    except ValueError as problem:
-        error = problem
-    except (SafetensorError, OSError) as problem:
-        error = _damaged(directory, problem)
-    _agree({"read": str(directory)}, error)
-
-
-def _agree(signature: dict[str, object], error: Exception | None) -> None:
-    if dist.is_initialized():
-        agreement.agree(dist.group.WORLD, signature, error, timeout=agreement.READ_TIMEOUT)
-    elif error is not None:
-        raise error
+    with raising_together(dist.group.WORLD, {"read": str(directory)}, timeout=READ_TIMEOUT):
+        try:
+            _read(mapping, files, saved_tensors(model))
+        except (SafetensorError, OSError) as problem:
+            raise _damaged(directory, problem) from problem
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:

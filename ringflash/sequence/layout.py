@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm import cuda_graphs
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import raising_together
 from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
@@ -268,13 +268,7 @@ def _compare_shards(
     x: Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None, gradient: str
 ) -> None:
     """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
-    error: Exception | None = None
-    try:
-        _check_gradient(gradient)
-        check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
-    except (ValueError, IndexError) as problem:
-        error = problem
-    content = {
+    content: dict[str, object] = {
         "unshard_sequence": list(x.shape),
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
@@ -282,7 +276,9 @@ def _compare_shards(
         "cu_seqlens": None if bounds is None else bounds.digest,
         "gradient": gradient,
     }
-    agree(group, content, error, x.device)
+    with raising_together(group, content, x.device):
+        _check_gradient(gradient)
+        check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
 
 
 def document_table(cu_seqlens: Tensor, parents: Tensor | None = None, bidirectional: Tensor | None = None) -> Tensor:
