@@ -150,8 +150,8 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
     if ring_size(self.parallelism_config) == 1:
         return original(self, *args, **options)
     for x in args:
-        if isinstance(x, torch.nn.Module):
-            _put_on_ring(self, x)
+        if isinstance(x, torch.nn.Module) and not getattr(x, "_is_accelerate_prepared", False):
+            _put_on_ring(x)
     prepared = original(self, *args, **options)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
         from ringflash.deepspeed import engine, parameter_use, refusals
@@ -174,19 +174,22 @@ def prepare_model(
     """
     if ring_size(self.parallelism_config) == 1:
         return original(self, model, device_placement, evaluation_mode)
-    if hasattr(model, "lm_head") or not evaluation_mode:
-        _put_on_ring(self, model)
+    if (hasattr(model, "lm_head") or not evaluation_mode) and not getattr(model, "_is_accelerate_prepared", False):
+        _put_on_ring(model)
     prepared = original(self, model, device_placement, evaluation_mode)
     if evaluation_mode:
         prepared._is_accelerate_prepared = False
     return prepared
 
 
-def _put_on_ring(accelerator: Any, model: Any) -> None:
+def _put_on_ring(model: Any) -> None:
+    from accelerate.state import AcceleratorState
+
     from ringflash.accelerate.forward import put_on_ring
 
-    if not getattr(model, "_is_accelerate_prepared", False):
-        put_on_ring(model, accelerator.torch_device_mesh["cp"].get_group())
+    state: Any = AcceleratorState()
+    if ring_size(state.parallelism_config) > 1:
+        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -286,19 +289,9 @@ def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) 
         from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head
 
         self.accelerator._ringflash_checks_loss = True
-        put_on_ring_with_head(type(self), _put_on_this_ring)
+        put_on_ring_with_head(type(self), _put_on_ring)
         if hasattr(self.args, "num_generations_eval"):
             count_groups_of_rings(self.args, size)
-
-
-def _put_on_this_ring(model: Any) -> None:
-    from accelerate.state import AcceleratorState
-
-    from ringflash.accelerate.forward import put_on_ring
-
-    state: Any = AcceleratorState()
-    if ring_size(state.parallelism_config) > 1:
-        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

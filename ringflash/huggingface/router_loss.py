@@ -20,11 +20,7 @@ def has_router_loss(model: Any) -> bool:
 
 
 def check_routers(model: nn.Module) -> None:
-    """Reject a model whose balancing loss is not the one that `router_loss` computes.
-
-    Raises:
-        NotImplementedError: no balancing loss in its family, or one of another form.
-    """
+    """Raise NotImplementedError for a model without a balancing loss, or with another than `router_loss` computes."""
     own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     names = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
     known = own is not None and list(signature(own).parameters) == _BALANCING_PARAMETERS
@@ -77,11 +73,7 @@ def router_loss(
 
 
 def router_logits_of(model: Any, outputs: Any) -> tuple[Tensor, ...]:
-    """Return the router logits of a forward.
-
-    Raises:
-        RuntimeError: the model has no layer with experts, or does not return their logits.
-    """
+    """Return the router logits of a forward; raise RuntimeError if there are none."""
     logits = getattr(outputs, "router_logits", None)
     if not logits:
         raise RuntimeError(
@@ -92,11 +84,7 @@ def router_logits_of(model: Any, outputs: Any) -> tuple[Tensor, ...]:
 
 
 def router_coefficient_of(model: Any) -> float:
-    """Return the coefficient of a model's balancing loss.
-
-    Raises:
-        ValueError: the model and its configuration have different ones.
-    """
+    """Return the coefficient of a model's balancing loss; raise ValueError if its configuration has another."""
     own = model.router_aux_loss_coef
     if (configured := getattr(model.config, "router_aux_loss_coef", own)) != own:
         raise ValueError(

@@ -117,11 +117,7 @@ class CheckpointWriter:
 
 
 def check_local(folder: str | Path) -> None:
-    """Refuse the address of a bucket: taken as a path it would be a local folder, named s3: for example.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Raise ValueError for the address of a bucket: as a path it would be a local folder, named s3: for example."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # Path turns two slashes into one
         raise ValueError(
             f"checkpoints must go to a folder of a file system, got {folder}; name one that all hosts share, and "

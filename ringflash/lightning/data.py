@@ -118,11 +118,7 @@ class SequenceData(lightning.LightningDataModule):
         self.num_consumed = state_dict["num_consumed"]
 
     def check_vocabulary(self, vocab_size: int, where: str) -> None:
-        """Refuse a `CausalLM` that lacks some of the tokens: ranks that meet one would fail, and the others hang.
-
-        Raises:
-            ValueError: a model with a smaller vocabulary; on every rank.
-        """
+        """Raise ValueError on every rank if a `CausalLM` lacks tokens: ranks that meet one would fail, others hang."""
         module = None if self.trainer is None else self.trainer.lightning_module
         got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
         if got is not None and got < vocab_size:

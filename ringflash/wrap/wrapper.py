@@ -173,11 +173,7 @@ def in_step(module: nn.Module | None) -> Iterator[None]:
 
 
 def check_norms(module: nn.Module) -> None:
-    """Check that no layer normalises tokens by statistics of the rank's own tokens.
-
-    Raises:
-        NotImplementedError: a batch norm, by its name.
-    """
+    """Raise NotImplementedError for a layer that normalises tokens by statistics of the rank's own tokens."""
     for name, layer in module.named_modules():
         _refuse(name or type(module).__name__, layer, _NORMS)
 
