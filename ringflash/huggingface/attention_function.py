@@ -8,7 +8,7 @@ _attend       one layer's call: checks, then `ring_attention`, with chunks (Llam
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -219,7 +219,8 @@ def _attend(
         attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
     )  # fmt: skip
-    with _naming(module):
+    # Ranks that leave out different layers find out at their next call.
+    with in_layer(name_of_layer(module)) if is_eager() else nullcontext():
         if (size := chunk_size(module)) is None:
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:
@@ -228,11 +229,6 @@ def _attend(
         return result, None
     out, lse = result
     return apply_sinks(out, lse, s_aux), None
-
-
-def _naming(module: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks that leave out different layers find out at their next call."""
-    return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
 
 
 def _is_causal(module: nn.Module) -> bool:

@@ -112,7 +112,7 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and inputs_of(child) is None:  # added after set_group
                     use_global_length(child, self)
-            self._compared = self._noted_parameters(whole) if torch.is_grad_enabled() else None
+            self._compared = self._note_parameters(whole) if torch.is_grad_enabled() else None
             if model.training:
                 self._begin_training(model, given)
         return args, kwargs
@@ -123,7 +123,7 @@ class ForwardInputs:
         return noted
 
     @torch.compiler.disable(reason="parameters are read")
-    def _noted_parameters(self, model: nn.Module) -> EqualParameters:
+    def _note_parameters(self, model: nn.Module) -> EqualParameters:
         assert self.options.group is not None
         self._parameters.begin(named_whole(model), self.options.group)
         return self._parameters

@@ -73,7 +73,10 @@ def log_probs(
             batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
             batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)
-        batch["length"] = _length(input_ids, cu_seqlens)
+        batch["length"] = input_ids.shape[1]  # largest position of the user's batch, with its padding, plus 1
+        if cu_seqlens is not None:
+            numbers = torch.arange(input_ids.shape[1], device="cpu")
+            batch["length"] = 1 + int(within_documents(numbers, cu_seqlens).max())
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
     whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
@@ -129,10 +132,3 @@ def _prepare(
     if cu_seqlens is not None:
         batch["columns"] = batch["position_ids"]
     return batch, columns[0] >= 0
-
-
-def _length(input_ids: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Return the largest position of the user's batch as transformers counts them, with its padding, plus 1."""
-    if cu_seqlens is None:
-        return input_ids.shape[1]
-    return 1 + int(within_documents(torch.arange(input_ids.shape[1], device="cpu"), cu_seqlens).max())

@@ -117,7 +117,8 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     for name, module in model.named_modules():
         if name in tied or not module._parameters:
             continue
-        with seeded(_seed_of(seed, name)):
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        with seeded(int.from_bytes(digest[:8], "little") >> 1):
             whole = _drawn(model, module, drawn_on)
         _check_set(model, [f"{name}.{key}" for key, values in whole.items() if values.isnan().any()])
         for key, parameter in module.named_parameters(recurse=False):
@@ -210,10 +211,6 @@ def _check_set(model: nn.Module, missing: Iterable[str]) -> None:
         )
 
 
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
-
-
 def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return the whole parameters of one module, initialised by the model's rules."""
     twin = copy.copy(module)
@@ -263,8 +260,7 @@ def _damaged(directory: Path, error: Exception) -> ValueError:
 
 
 def _check_plain(model: Any, directory: Path) -> None:
-    quantized = getattr(model.config, "quantization_config", None)
-    if quantized:
+    if quantized := getattr(model.config, "quantization_config", None):
         raise ValueError(
             f"{directory} must hold plain weights, got quantization_config {quantized}; dequantize it by "
             "from_pretrained, with dequantize=True in its quantization_config, and save_pretrained."

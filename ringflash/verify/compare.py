@@ -111,7 +111,7 @@ def compare(runs: Runs) -> list[Check]:
         _by_position(LOSS_GRADIENT, runs),
         _scalars(EVALUATION, runs),
         _whole(GRADIENTS, runs),
-        _agreement(runs),
+        Check(AGREEMENT, 2.0 if runs.got.disagreement else 0.0, runs.got.disagreement),
         _stepped(runs),
     ]
 
@@ -233,20 +233,11 @@ def _stepped(runs: Runs) -> Check:
     return check
 
 
-def _agreement(runs: Runs) -> Check:
-    wrong = runs.got.disagreement
-    return Check(AGREEMENT, 2.0 if wrong else 0.0, wrong)
-
-
 def _usual(pairs: Any) -> float:
-    """Return the upper quartile of the baseline's relative errors."""
-    errors = [_relative(base, want) for base, want in pairs]
+    """Return the upper quartile of the baseline's largest errors, relative to the largest values."""
+    sizes = [(_error(base, want)[0], want.double().abs().max().item()) for base, want in pairs]
+    errors = [error / size if size > 0 else 0.0 for error, size in sizes]
     return float(torch.tensor(errors, dtype=torch.float64).quantile(0.75)) if errors else 0.0
-
-
-def _relative(base: Tensor, want: Tensor) -> float:
-    size = want.double().abs().max().item()
-    return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
 
 
 def _largest(runs: Runs, key: tuple[str, str, int], base: Tensor, want: Tensor) -> Extent:

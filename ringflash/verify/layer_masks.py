@@ -164,17 +164,8 @@ class LayerMasks:
         """
         start, stop = max(self.data.documents, key=lambda x: x[1] - x[0])
         middle, last = (start + stop) // 2, self.data.documents[-1][0]
-        found = {
-            max(0, start - 1),
-            start,
-            middle,
-            min(middle + 1, stop - 1),
-            (middle + stop) // 2,
-            stop - 1,
-            last,
-            max(0, last - 1),
-        }
-        return sorted(found)
+        inside = start, middle, min(middle + 1, stop - 1), (middle + stop) // 2, stop - 1
+        return sorted({max(0, start - 1), *inside, max(0, last - 1), last})
 
     def check(self, at_cp1: Callable[[bool], Tensors], at_cpn: Callable[[bool], Tensors]) -> Check:
         """Return the verdict from the results of `ReachReader` in the dtype under test or, for True, in fp64."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal
@@ -43,21 +44,8 @@ class Finding:
     found: str
     remedy: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the finding as a dict, for JSON."""
-        return asdict(self)
 
-
-def ok(what: str, found: str) -> Finding:
-    return Finding("ok", what, found)
-
-
-def warning(what: str, found: str, remedy: str) -> Finding:
-    return Finding("warning", what, found, remedy)
-
-
-def fault(what: str, found: str, remedy: str) -> Finding:
-    return Finding("fault", what, found, remedy)
+ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -115,11 +103,8 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     """Check the kind and capability of the GPUs, and the requirements of the kernels."""
     if not facts["gpus"]:
         if facts["driver"] is not None:
-            remedy = (
-                "install a CUDA build of torch"
-                if facts["cuda"] is None
-                else "check CUDA_VISIBLE_DEVICES and the driver"
-            )
+            built = facts["cuda"] is not None
+            remedy = "check CUDA_VISIBLE_DEVICES and the driver" if built else "install a CUDA build of torch"
             yield fault("GPUs", f"driver {facts['driver']}, but torch sees none", remedy)
         else:
             yield warning("GPUs", "none", "the reference kernel on CPUs is for tests; train on Hopper GPUs")
