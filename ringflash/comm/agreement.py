@@ -190,7 +190,7 @@ class TrackedCall:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._count: Callable[[], int] = _no_messages
+        self._count: Callable[[], int] = int  # 0, until `count_by`
         self._before = 0
 
     def __enter__(self) -> Self:
@@ -210,10 +210,6 @@ class TrackedCall:
             count: returns the number of message batches, or barriers, that this rank has posted so far in all calls.
         """
         self._count, self._before = count, count()
-
-
-def _no_messages() -> int:
-    return 0
 
 
 def _interrupt(group: dist.ProcessGroup, place: str) -> None:
