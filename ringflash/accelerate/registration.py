@@ -1,8 +1,8 @@
 """Registration of the backend with accelerate and transformers' Trainer, which have no plug-in point for one.
 
-ranks that share a sequence read one batch             the loader counts data-parallel ranks only
-each of them returns the loss of the whole sequence    Trainer scales it as it does for tensor-parallel ranks
-`cp_enabled` is False outside the device mesh          it stands for torch's backend, which needs FSDP and drops masks
+Ranks that share a sequence read one batch: the loader counts data-parallel ranks only. Each of them returns the loss of
+the whole sequence, which Trainer scales as it does for tensor-parallel ranks. accelerate uses `cp_enabled` for torch's
+own backend, which requires FSDP and drops masks: it is False, except while the device mesh is built.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def get_tp_size(original: Callable[..., Any], self: Any) -> int:
 
 
 def get_cp_size(original: Callable[..., Any], self: Any) -> int:
-    """Return the number of ranks whose losses are those of shards."""
+    """Return the number of ranks that return the loss of a shard only."""
     return original(self) // ring_size(self.accelerator.parallelism_config)
 
 

@@ -186,7 +186,7 @@ def _attend(
     checksum: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over the ring; the signature is that of transformers' attention functions.
+    """Attend over the ring, with the signature of transformers' attention functions.
 
     Args:
         query, key, value: (batch, heads, seqlen_local, head_dim).

@@ -27,7 +27,7 @@ class ShardInputs(NamedTuple):
     Args:
         mask: (batch, seqlen_local), of padding.
         checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
-        spans: those of the model's own mask, if it has any.
+        spans: of the model's own mask, if it has any.
     """
 
     mask: Tensor | None

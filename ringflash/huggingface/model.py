@@ -29,7 +29,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     Args:
         model: a transformers model with .model and .lm_head, such as LlamaForCausalLM; also with PEFT's adapters in it,
             or in its PeftModel, but none on .lm_head (`modules_to_save` may name it).
-        group: that of `set_group`.
+        group: as given to `set_group`.
         chunk_tokens: as for `cross_entropy`.
     Attributes:
         router_loss: the balancing loss of the last forward, without its coefficient and gradient; its mean over the
@@ -107,7 +107,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
         Args: as `prepare_batch` returns them, and
-            length: length of the sequence before it was padded for the layout, for rotations that depend on it.
+            length: length of the sequence without the layout's padding, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
             inputs_embeds: (batch, seqlen_local, hidden_size), shard of the embeddings; input_ids must then be None.
         """
@@ -128,7 +128,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
             self.router_loss = balance.detach()
         if (unshard := getattr(causal.lm_head, "unshard", None)) is not None:
-            unshard()  # FSDP2's unit of its own, whose forward, which would gather it, never runs
+            unshard()  # a unit of FSDP2, which gathers it in its forward, and that never runs
         return outputs.last_hidden_state, weight_of(causal.lm_head), balance
 
     @property
@@ -138,7 +138,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     @torch.compiler.disable(reason="groups and a number that was measured are compared")
     def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
-        """Return the notes of `set_group`, which may have been given the decoder alone; None if it was not called.
+        """Return the notes that `set_group` made for the model or its decoder; None if it was not called.
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """

@@ -181,8 +181,8 @@ def say_of_other_layers(masks: Any) -> Any:
 def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return a bool scalar: the spans of a shard are the bidirectional documents of cu_seqlens. The host reads no ids.
 
-    Numbers are those of the spans in the shard, or all 0 if each tree of documents has one span at most. Neighbouring
-    spans are one to a model, so documents in which one continues the other do not fit.
+    A model numbers the spans of its shard, or gives all the number 0 if a tree of documents has at most one. It takes
+    neighbouring spans for one, so a bidirectional document that continues another one does not fit.
 
     Args:
         ids: (1, seqlen_local), as `LayerSpans`.

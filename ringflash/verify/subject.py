@@ -43,7 +43,7 @@ def default_prepare(input_ids: Tensor, *, cu_seqlens: Tensor | None, **options: 
 
 @dataclass
 class Training:
-    """A model and how to train it; the defaults are those of ringflash's docs.
+    """A model and how to train it, by default as ringflash's docs say.
 
     Args:
         module: `module(**batch)` returns the loss of this rank, scaled so that the average over the ranks is the loss

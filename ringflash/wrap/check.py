@@ -109,7 +109,7 @@ class _Losses:
     shares: tuple[float, ...]
 
     def compare(self, losses: list[float | None], whole: float | None, bound: float, group: Group) -> None:
-        """Raise ValueError on every rank for another loss; the shares that fit are those of later runs."""
+        """Raise ValueError on every rank for another loss; later runs must have one of the shares that fit now."""
         found, error = [x for x in losses if x is not None], None
         if whole is None or len(found) < len(losses):
             return
@@ -268,10 +268,10 @@ def _hooks(name: str, trace: _Trace) -> tuple[Callable[..., None], Callable[...,
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore train/eval modes, buffers, and counters or collections in attributes (metrics, say) on exit."""
+    """Restore train/eval modes, buffers, and counters or collections in attributes (such as metrics) on exit."""
     holders: list[dict[str, Any]] = [x for layer in module.modules() for x in (vars(layer), layer._buffers)]
-    before = [(holder, name, value, _copy(value)) for holder in holders for name, value in holder.items()
-              if _is_state(name, value)]  # fmt: skip
+    states = [(holder, *item) for holder in holders for item in holder.items() if _is_state(*item)]
+    before = [(*x, x[2].detach().clone() if isinstance(x[2], Tensor) else copy(x[2])) for x in states]
     try:
         yield
     finally:
@@ -285,10 +285,6 @@ def _is_state(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_inference()
     return value is None or isinstance(value, int | float) or (type(value) in (list, dict) and name[0] != "_")
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy(value)
 
 
 def _restore(value: Any, before: Any) -> Any:

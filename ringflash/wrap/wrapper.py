@@ -107,7 +107,7 @@ def wrapped_state(module: nn.Module) -> WrappedState:
 
 @contextmanager
 def disable_ring(module: nn.Module) -> Iterator[None]:
-    """Attend within this process, as the module did before wrapping: to a prompt, say, of which no rank has a shard.
+    """Attend within this process, as the module did before wrapping, for example to a prompt that is not sharded.
 
     Each rank then gives the module whole sequences and their positions, counted from 0. Compiled layers run eagerly.
     Parameters that FSDP2 or ZeRO-3 shards are gathered in every forward, so that all ranks must make the same calls.
@@ -277,7 +277,7 @@ class _TrainingForwards:
 
 
 def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
-    """Return how the shards among the arguments of a forward were cut, as far as it is known."""
+    """Return the cuts of those arguments of a forward that are known to be shards."""
     found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
     return [cut for cut in found if cut is not None]
 

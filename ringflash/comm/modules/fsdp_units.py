@@ -52,9 +52,9 @@ def align_units(module: nn.Module, group: Group) -> None:
 
 @torch.compiler.disable(reason="it looks at FSDP2's state")
 def align_during_forward(module: nn.Module) -> None:
-    """Align the units in and around a module, which is in a forward; those that are aligned already stay so.
+    """Align the units in and around a module, which is in a forward, unless they are aligned already.
 
-    The group is that of the units' mesh, unless it has two dims and not all ranks, for which there is no single group.
+    The group has the ranks of the units' mesh. A mesh of two dims without all ranks has no such group: it is left out.
     """
     orders: dict[Any, UnitOrder] = {}
     for unit in _outermost_units(module):

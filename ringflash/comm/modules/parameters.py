@@ -74,9 +74,8 @@ class EqualParameters:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            cuts: returns checksums of the whole sequences of this forward, and the layouts of their shards, as far as
-                they are known.
-            layout: that of the module's attention.
+            cuts: returns a checksum of the whole sequence, and the layout, of each shard for which these are known.
+            layout: layout of the module's attention.
         Raises:
             ValueError: a parameter or a sequence differs between ranks, or a shard has another layout; on every rank.
         """
@@ -127,7 +126,7 @@ def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
 
 
 def is_shared(parameter: torch.Tensor) -> bool:
-    """Return False for a parameter that is meant to differ between ranks, such as that of an expert of one rank."""
+    """Return False for a parameter that is meant to differ between ranks, for example of an expert of one rank."""
     return bool(getattr(parameter, "allreduce", True))
 
 

@@ -88,7 +88,7 @@ def _triton(found: str) -> Finding:
 def declared_ranges() -> dict[str, SpecifierSet]:
     """Return the version ranges that the clone it runs from, or the installed ringflash, declares.
 
-    The metadata of an editable installation are those of the day it was made, and not asked.
+    The metadata of an editable installation may be old, and are not read.
     """
     if _PROJECT.exists():
         project = tomllib.loads(_PROJECT.read_text())["project"]
