@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class LayerSpans(Tensor):
             )
         if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
             return None
-        longest = max(_lengths_of_spans(read_documents(cu_seqlens)), default=0)
+        documents = read_documents(cu_seqlens)
+        spans = zip(pairwise(documents.bounds), documents.bidirectional or (), strict=False)
+        longest = max((stop - start for (start, stop), both in spans if both), default=0)
         if longest <= window:
             return None
         return NotImplementedError(
@@ -201,11 +204,6 @@ def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tens
     begins[1:] &= ~inside[:-1]
     fit = (ids == torch.where(inside, begins.cumsum(0) - 1, -1)).all()
     return fit | (ids == torch.where(inside, 0, -1)).all() if _have_one_span(documents) else fit
-
-
-def _lengths_of_spans(documents: Documents) -> list[int]:
-    both = documents.bidirectional or ()
-    return [documents.bounds[i + 1] - documents.bounds[i] for i, spans in enumerate(both) if spans]
 
 
 def _have_one_span(documents: Documents) -> bool:

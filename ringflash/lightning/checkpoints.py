@@ -256,11 +256,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 def check_folders(trainer: lightning.Trainer) -> None:
-    """Refuse a trainer whose checkpoints would be written to a bucket, as `check_local` does.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Run `check_local` on the folders of a trainer's checkpoints."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is not None:
             check_local(callback.dirpath)

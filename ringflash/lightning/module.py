@@ -74,7 +74,8 @@ class CausalLM(lightning.LightningModule):
         self.seed, self.memory, self.impl, self.float8 = seed, memory, impl, float8
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
-        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None  # of a sequence's documents
+        # `training_flops` of a sequence's documents; None if the model's parameters cannot be counted
+        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None
         self._losses: list[Tensor] = []  # one for each batch of this step so far
         self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
@@ -87,7 +88,8 @@ class CausalLM(lightning.LightningModule):
         self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout, self.impl)
         if self.float8 is not None:
             multiply_in_float8(self.model.model, self.float8, strategy.root_device.type)
-        self.flops_of = _flops_of(self.model.model)
+        if (counted := matmul_sizes(self.model.model)) is not None:
+            self.flops_of = partial(training_flops, counted, layer_windows(self.model.model.config))
         self._in_fp32 = modules_in_fp32(self.model.model)
         layers = self.model.get_submodule("model.model.layers").children()
         strategy.shard_parameters(self.model, layers, in_fp32=self._in_fp32)
@@ -266,12 +268,6 @@ def empty_model(
     huggingface.set_group(model, group, layout=layout, impl=impl)
     save_memory(model, memory)
     return huggingface.CausalLMWithLoss(model, group)
-
-
-def _flops_of(model: nn.Module) -> Callable[[Sequence[int] | Documents], float] | None:
-    """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
-    counted = matmul_sizes(model)
-    return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
 
 
 def position_buckets(position_ids: Tensor, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:

@@ -99,7 +99,6 @@ class _Losses:
     """Comparison of the losses of runs.
 
     Args:
-        name, remedy: words of the error.
         shares: what the mean over the ranks may be, as a share of the loss of the whole sequence; 1 / cp_size is that
             of a run that multiplies its loss by cp_size itself, which it does on the whole sequence as well.
     """
@@ -133,7 +132,6 @@ class _Trace:
         random_after: an earlier run of the same kind. After its last attention call, and from outermost modules, layers
             return random numbers.
         draw: index of the random numbers.
-        calls: attention calls.
         tensors: this rank's shard of each tensor, by name, kind and number, in the order of the run.
         results: outputs of the run on the whole sequence that are as large on the ring.
         lengths: (batch, seqlen) of the tokens that attention was given.

@@ -38,7 +38,7 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
 
 def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
-    return Descriptor(x, *geometry(x.shape, x.stride(), (1, rows, 1, columns), x.dtype))
+    return block_descriptor(x, (1, rows, 1, columns))
 
 
 def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:

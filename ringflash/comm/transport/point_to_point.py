@@ -39,7 +39,6 @@ class Pending:
     """Batch of messages in flight.
 
     Args:
-        works: each with its description for errors.
         timeout: limit of the wait over gloo. None uses the limit of the work itself, and does not block the host.
     """
 
@@ -92,7 +91,6 @@ class PointToPoint:
 
     Args:
         name: "gloo" or "nccl".
-        group: the ranks that share the sequence.
     """
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls

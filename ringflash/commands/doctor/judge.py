@@ -187,11 +187,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
 
 
 def differences(ranks: dict[int, Facts]) -> list[Finding]:
-    """Report facts that differ between ranks although they should be equal.
-
-    Args:
-        ranks: facts by rank.
-    """
+    """Report facts that differ between ranks although they should be equal."""
     findings = []
     for what in ("python", "packages", "cuda", "nccl", "driver", "gpus"):
         seen: dict[str, list[int]] = {}
