@@ -24,7 +24,7 @@ from ringflash.huggingface.shard_loss import ShardLoss
 from ringflash.huggingface.spans import number_spans
 from ringflash.huggingface.validation import find_noise_error, without_peft
 from ringflash.sequence.layout import shard_sequence
-from ringflash.sequence.padding import pad_sequence
+from ringflash.sequence.padding import IGNORE_INDEX, pad_sequence
 
 # The loss of each forward since the last backward, at most two: `check_loss` compares the only one.
 _losses: deque[Tensor] = deque(maxlen=2)
@@ -172,10 +172,13 @@ class RingForward:
         loss = token_loss.cross_entropy(
             hidden, weight, labels, group=self.group, num_tokens=count, logit_scale=with_loss.logit_scale
         )
-        if num_items is not None:
+        if num_items is None:
+            empty = (rows.labels == IGNORE_INDEX).all()
+        else:
             divisor = torch.as_tensor(num_items, device=loss.device)
-            empty = divisor == 0  # then transformers' loss is NaN, too, and has gradients of 0
-            loss = (loss * count / divisor.masked_fill(empty, 1)).masked_fill(empty, math.nan)  # in the loss's dtype
+            empty = divisor == 0
+            loss = loss * count / divisor.masked_fill(empty, 1)  # in the loss's dtype
+        loss = loss.masked_fill(empty, math.nan)  # as transformers' loss is, which has gradients of 0
         if balance is not None:
             loss = loss + with_loss.router_coefficient * balance
         loss = _mean_of_ranks(loss, self.group)
