@@ -47,9 +47,9 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
 
     List it before LightningModule among the bases, and use a strategy with a context axis. Each training or evaluation
     step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Between the
-    steps attention is refused, unless `ringflash.disable_ring` says that sequences are whole. Before the first training,
-    validation and test step the module on the ring is compared with the module on the whole sequence, for a part of the
-    batch. Each method may be overridden.
+    steps attention is refused, unless `ringflash.disable_ring` says that sequences are whole. Before the first step of
+    training, validation and test the module on the ring is compared with the module on the whole sequence, for a part
+    of the batch. Each method may be overridden.
     """
 
     _ringflash_ready = False
