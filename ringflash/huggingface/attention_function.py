@@ -231,8 +231,8 @@ def _attend(
 
 
 def _naming(module: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks that leave out different layers find out at their next call."""
-    return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
+    """Let ranks that leave out different layers, or run one in another mode, find out at their next call."""
+    return in_layer(name_of_layer(module), module.training) if is_eager() else nullcontext()
 
 
 def _is_causal(module: nn.Module) -> bool:

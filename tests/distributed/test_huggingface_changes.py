@@ -258,7 +258,7 @@ def _step_alone(model: Any, batch: dict[str, Any]) -> None:
 )  # fmt: skip
 @on_ranks(2)
 def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str) -> None:
-    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare; copies do, too."""
+    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare, as do evaluations; copies do, too."""
     ring = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     for model in (deepcopy(ring), ring):
@@ -268,8 +268,10 @@ def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str
         elif ctx.rank:
             weight.data.mul_(1.01)
         call = model if spoil == "seeds" or model is ring else partial(model.model, labels=batch["shift_labels"])
-        with pytest.raises(ValueError, match=rf"parameters must be equal on all ranks .* values of {found}.*; seed"):
-            call(**batch)
+        for grad in (False, True):
+            text = rf"parameters must be equal on all ranks .* values of {found}.*; seed"
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=text):
+                call(**batch)
     for parameter in ring.parameters():
         parameter.allreduce = False  # as of experts of a rank
     for _ in range(4):
