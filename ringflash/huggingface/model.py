@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.huggingface.head_checks import find_bypassed, find_loss_error, logit_scale, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 # Parameters of transformers' load_balancing_loss_func.
 _BALANCING_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-_MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
-_PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
 class CausalLMWithLoss(HoldsGroup, nn.Module):
@@ -78,6 +77,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
             batch: as `decode`.
         """
+        self._check_bypassed(loss=temperature is None and not per_token)
         hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
@@ -134,12 +134,31 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             self.router_loss = balance.detach()
         if (unshard := getattr(causal.lm_head, "unshard", None)) is not None:
             unshard()  # FSDP2's unit of its own, whose forward, which would gather it, never runs
-        return outputs.last_hidden_state, _weight_of(causal.lm_head), balance
+        return outputs.last_hidden_state, weight_of(causal.lm_head), balance
 
     @property
     def router_coefficient(self) -> float:
         """Coefficient of the balancing loss of experts."""
         return _router_coefficient(without_peft(self.model))
+
+    @torch.compiler.disable(reason="hooks are listed")
+    def _check_bypassed(self, loss: bool) -> None:
+        """Note an error for what a forward of the model would call and this one does not.
+
+        Args:
+            loss: the loss is computed here, and not by the caller.
+        """
+        causal = without_peft(self.model)
+        inputs = _notes_of(causal)
+        if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
+            return
+        error = find_bypassed(causal)
+        if error is None and loss:
+            error = find_loss_error(causal)
+        if inputs is not None and inputs.options.group is not None:
+            inputs.note("bypassed", error)
+        elif error is not None:
+            raise error
 
     @torch.compiler.disable(reason="groups and a number that was measured are compared")
     def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
@@ -147,7 +166,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+        inputs = _notes_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -179,6 +198,10 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             )
 
 
+def _notes_of(causal: nn.Module) -> Any:
+    return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+
+
 def _name(ranks: list[int]) -> str:
     return f"ranks {ranks}" if ranks else "none"
 
@@ -191,116 +214,10 @@ def _check_head(model: nn.Module) -> float:
             f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
             "its hidden states."
         )
-    _weight_of(model.lm_head)
+    weight_of(model.lm_head)
     if _has_router_loss(model):
         _check_routers(model)
-    return _logit_scale(model)
-
-
-def _weight_of(head: Any) -> Tensor:
-    """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
-    layer = getattr(head, "original_module", head)
-    own_forward = type(layer).forward is not nn.Linear.forward
-    if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward:
-        found = f"{type(layer).__module__}.{type(layer).__name__}"
-        if getattr(layer, "bias", None) is not None:
-            found += " with a bias"
-        elif isinstance(layer, nn.Linear):
-            found += " with a forward of its own"
-        raise NotImplementedError(
-            f"lm_head must be a linear layer without bias, got {found}; call ringflash.loss.cross_entropy on the "
-            "hidden states, or, with PEFT, leave lm_head out of target_modules."
-        )
-    weight: Tensor = head.weight
-    return weight
-
-
-@torch.no_grad()
-def _logit_scale(model: Any) -> float:
-    """Run the model's own forward on known hidden states, without decoder and head, and return logits / hidden states.
-
-    Raises:
-        NotImplementedError: logits that are not proportional to the hidden states, as with softcapping, or fewer than
-            lm_head computes.
-    """
-    hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").expand(1, 2, -1)
-    width = getattr(model.lm_head, "original_module", model.lm_head).out_features
-    copies = -(-width // len(_PROBE))
-    probe: Any = object.__new__(type(model))  # copy() would call the constructor of a model that FSDP2 shards
-    probe.__dict__.update(vars(model), _loss_function=lambda *_, **__: _MEAN_LOSS)
-    probe._modules = {
-        **model._modules,
-        "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),
-        "lm_head": _Stub(model.lm_head, lambda x: x.repeat(1, 1, copies)[..., :width]),
-    }
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        labelled = "labels" in signature(type(model).forward).parameters and not _has_router_loss(model)
-        outputs = type(model).forward(probe, input_ids=ids, **({"labels": ids} if labelled else {}))
-        logits = outputs.logits[:, :1]
-    except Exception as error:  # the forward is the model's own code
-        raise _head_error(model, f"{type(error).__name__} without its decoder: {error}") from error
-    if logits.shape[-1] != width:
-        raise _head_error(model, f"{logits.shape[-1]} of {width}")
-    scales = logits.double() / hidden.repeat(1, 1, copies)[..., :width]
-    scale = float(scales[0, 0, 0])
-    if not all(abs(x.item() - scale) <= 1e-6 * abs(scale) for x in scales.aminmax()):
-        raise _head_error(model, "others (as by final_logit_softcapping)")
-    if labelled:
-        _check_loss(model, outputs.loss, logits)
-    return scale
-
-
-def _check_loss(model: nn.Module, loss: Tensor, logits: Tensor) -> None:
-    """Reject a model whose loss of two tokens 0 has other terms than the mean over tokens.
-
-    Args:
-        loss: _MEAN_LOSS, unless the model has other terms, or its own code for the mean.
-        logits: (1, 1, vocab_size), of the first token.
-    """
-    if loss == _MEAN_LOSS:
-        return
-    mean = nn.functional.cross_entropy(logits[0].double(), torch.zeros(1, dtype=torch.int64, device="cpu"))
-    if not abs(loss - mean) <= 1e-6 * mean:
-        raise NotImplementedError(
-            f"the loss of {type(model).__name__} must be the cross-entropy of its logits, got other terms (as by "
-            "Bamba's z_loss_coefficient), which a ring would leave out; set their coefficients to 0, or compute the "
-            "loss from the model's logits."
-        )
-
-
-def _head_error(model: nn.Module, got: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"logits of {type(model).__name__} must be those of lm_head times a number, got {got}; compute the loss from "
-        "the model's logits."
-    )
-
-
-class _Stub:
-    """A callable in place of a module and of every module in it, with the attributes of the module."""
-
-    def __init__(self, module: Any, call: Any) -> None:
-        self._module, self._call = module, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return _Stub(value, self._call) if isinstance(value, nn.Module) else value
-
-
-class _HiddenStates:
-    """A decoder's output in which everything but the last hidden state is None."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor | None:
-        return self.last_hidden_state if index == 0 else None
-
-    def __getattr__(self, name: str) -> None:
-        return None
+    return logit_scale(model, not _has_router_loss(model))
 
 
 def _has_router_loss(model: Any) -> bool:
