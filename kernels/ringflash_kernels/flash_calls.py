@@ -106,8 +106,8 @@ def merged_forward(
     if state is None:
         state = out if is_single or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     for call in todo:
-        inputs = call.without_batch(q[:, call.rows], k[:, call.cols], _widened(v[:, call.cols], k))
-        part, part_lse = call.with_batch(*flash(*inputs, call, softmax_scale))
+        rows, keys, values = call.without_batch(q[:, call.rows], k[:, call.cols], _widened(v[:, call.cols], k))
+        part, part_lse = call.with_batch(*flash(rows, keys, values, call, softmax_scale))
         part = part[..., : v.shape[3]]
         if is_single:
             state[:, call.rows] = part
@@ -150,8 +150,8 @@ class MergedBackward:
             dout, q, out = (x[:, call.rows] for x in (self.dout, self.q, self.out))
             keys, values, lse = k[:, call.cols], _widened(v[:, call.cols], k), self.lse[..., call.rows].contiguous()
             dlse = None if self.dlse is None else call.without_batch(self.dlse[..., call.rows].contiguous())[0]
-            inputs = call.without_batch(dout, q, keys, values, out, lse)
-            part_q, part_k, part_v = call.with_batch(*self.gradients(*inputs, dlse, call))
+            dout, q, keys, values, out, lse = call.without_batch(dout, q, keys, values, out, lse)
+            part_q, part_k, part_v = call.with_batch(*self.gradients(dout, q, keys, values, out, lse, dlse, call))
             self.dq[:, call.rows] += part_q
             total_k[:, call.cols] += part_k
             total_v[:, call.cols] += part_v[..., : v.shape[3]]

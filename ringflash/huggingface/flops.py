@@ -129,6 +129,7 @@ def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds
 def _visible_pairs(window: int | ChunkedAttention | None, documents: Documents) -> int:
     if isinstance(window, ChunkedAttention):
         bounds = documents.plain_bounds("layers that attend in chunks")
-        window, documents = None, Documents(cut_into_chunks(bounds, window.size))
+        documents = Documents(cut_into_chunks(bounds, window.size))
+        window = None
     left = -1 if window is None else window
     return SequenceMask(documents.bounds[-1], True, (left, -1), *documents).num_visible

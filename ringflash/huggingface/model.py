@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
-from ringflash.huggingface.head_probe import check_head, weight_of
+from ringflash.huggingface.head_checks import find_bypassed, find_loss_error, logit_scale, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
-from ringflash.huggingface.router_loss import has_router_loss, router_coefficient_of, router_logits_of, router_loss
+from ringflash.huggingface.router_loss import (
+    check_routers,
+    has_router_loss,
+    router_coefficient_of,
+    router_logits_of,
+    router_loss,
+)
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 
@@ -44,7 +50,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         causal = without_peft(model)
-        self.logit_scale = check_head(causal)
+        self.logit_scale = _check_head(causal)
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
@@ -73,6 +79,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
             batch: as `decode`.
         """
+        self._check_bypassed(loss=temperature is None and not per_token)
         hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
@@ -136,13 +143,32 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Coefficient of the balancing loss of experts."""
         return router_coefficient_of(without_peft(self.model))
 
+    @torch.compiler.disable(reason="hooks are listed")
+    def _check_bypassed(self, loss: bool) -> None:
+        """Note an error for what a forward of the model would call and this one does not.
+
+        Args:
+            loss: the loss is computed here, and not by the caller.
+        """
+        causal = without_peft(self.model)
+        inputs = _notes_of(causal)
+        if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
+            return
+        error = find_bypassed(causal)
+        if error is None and loss:
+            error = find_loss_error(causal)
+        if inputs is not None and inputs.options.group is not None:
+            inputs.note("bypassed", error)
+        elif error is not None:
+            raise error
+
     @torch.compiler.disable(reason="groups and a number that was measured are compared")
     def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
         """Return the notes that `set_group` made for the model or its decoder; None if it was not called.
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+        inputs = _notes_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -158,7 +184,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     def _check_head_unchanged(self, causal: nn.Module) -> None:
         """Reject a configuration that was edited after this module was made."""
-        if (scale := check_head(causal)) != self.logit_scale:
+        if (scale := _check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
                 "edited since; make the CausalLMWithLoss after that."
@@ -174,5 +200,23 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             )
 
 
+def _notes_of(causal: nn.Module) -> Any:
+    return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+
+
 def _name(ranks: list[int]) -> str:
     return f"ranks {ranks}" if ranks else "none"
+
+
+@torch.compiler.disable(reason="the model's forward is run on known values")
+def _check_head(model: nn.Module) -> float:
+    """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
+    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
+        raise NotImplementedError(
+            f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
+            "its hidden states."
+        )
+    weight_of(model.lm_head)
+    if has_router_loss(model):
+        check_routers(model)
+    return logit_scale(model, not has_router_loss(model))

@@ -1,43 +1,81 @@
-"""Probe of a model's head: its logits and loss on known hidden states, in place of those of its decoder."""
+"""Checks that a causal model's logits and loss are those that its decoder and output embedding give."""
 
 from __future__ import annotations
 
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringflash.huggingface.router_loss import check_routers, has_router_loss
+from ringflash.huggingface.shard_loss import ShardLoss
 
 _MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
 _PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
-@torch.compiler.disable(reason="the model's forward is run on known values")
-def check_head(model: nn.Module) -> float:
-    """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
-    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
-        raise NotImplementedError(
-            f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
-            "its hidden states."
-        )
-    weight_of(model.lm_head)
-    if has_router_loss(model):
-        check_routers(model)
-    return _logit_scale(model)
+def forward_of_object(causal: nn.Module) -> Any:
+    """Return a forward that was set on a model, without accelerate's hooks; None if its result is that of its class."""
+    forward: Any = vars(causal).get("forward")
+    while isinstance(forward, partial):
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    function = getattr(forward, "__func__", forward)
+    of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
+    return None if of_liger or function is type(causal).forward else forward
+
+
+def find_loss_error(causal: Any) -> Exception | None:
+    """Return the error for a loss function that was given to the model, or is configured; None for transformers'."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    known = [LOSS_MAPPING[name] for name in ("ForCausalLM", "ForConditionalGeneration")]
+    compute = getattr(causal, "loss_function", known[0])
+    compute = compute.compute if isinstance(compute, ShardLoss) else compute
+    if compute in known:
+        return None
+    return NotImplementedError(
+        "loss_function must be transformers' own of causal models, which the ring computes without it, got "
+        f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from ringflash.log_probs."
+    )
+
+
+def find_bypassed(causal: nn.Module) -> Exception | None:
+    """Return the error for a forward or hooks of a model whose decoder is called without it, or None."""
+    set_forward = forward_of_object(causal) is not None
+    found = "a forward that was set on the object" if set_forward else _hook_of(causal)
+    if found is None:
+        return None
+    return NotImplementedError(
+        f"{type(causal).__name__} must have no forward or forward hooks of its own in CausalLMWithLoss, which calls "
+        f"the decoder only, got {found}, which would not be called; leave it out, or put it on the CausalLMWithLoss."
+    )
+
+
+# Origins of hooks that gather parameters, which `CausalLMWithLoss` does as well, or that observe a forward.
+_KNOWN_HOOKS = ("torch.distributed.", "deepspeed.", "ringflash.", "lightning.")
+
+
+def _hook_of(module: nn.Module) -> str | None:
+    """Return the name of a forward hook, or None."""
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        function = getattr(hook, "func", hook)  # of a partial
+        if not (origin := f"{function.__module__}.").startswith(_KNOWN_HOOKS):
+            return f"a forward hook, {origin}{getattr(function, '__qualname__', type(function).__name__)}"
+    return None
 
 
 def weight_of(head: Any) -> Tensor:
     """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
-    own_forward = type(layer).forward is not nn.Linear.forward
-    if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward:
+    own_forward = "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward
+    hook = _hook_of(head) or _hook_of(layer)
+    if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward or hook is not None:
         found = f"{type(layer).__module__}.{type(layer).__name__}"
         if getattr(layer, "bias", None) is not None:
             found += " with a bias"
         elif isinstance(layer, nn.Linear):
-            found += " with a forward of its own"
+            found += f" with {hook or 'a forward of its own'}"
         raise NotImplementedError(
             f"lm_head must be a linear layer without bias, got {found}; call ringflash.loss.cross_entropy on the "
             "hidden states, or, with PEFT, leave lm_head out of target_modules."
@@ -47,9 +85,11 @@ def weight_of(head: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _logit_scale(model: Any) -> float:
+def logit_scale(model: Any, labelled: bool) -> float:
     """Run the model's own forward on known hidden states, without decoder and head, and return logits / hidden states.
 
+    Args:
+        labelled: check that its loss is the mean over tokens, too, if it takes labels.
     Raises:
         NotImplementedError: logits that are not proportional to the hidden states, as with softcapping, or fewer than
             lm_head computes.
@@ -66,7 +106,7 @@ def _logit_scale(model: Any) -> float:
     }
     try:
         ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        labelled = "labels" in signature(type(model).forward).parameters and not has_router_loss(model)
+        labelled &= "labels" in signature(type(model).forward).parameters
         outputs = type(model).forward(probe, input_ids=ids, **({"labels": ids} if labelled else {}))
         logits = outputs.logits[:, :1]
     except Exception as error:  # the forward is the model's own code
