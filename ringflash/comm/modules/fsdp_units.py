@@ -90,7 +90,7 @@ class UnitOrder(CallOrder):
 
     def watch(self, module: nn.Module) -> None:
         """Watch the units of an outermost FSDP2 module, once."""
-        if any(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values()):
+        if any(getattr(hook, "func", None) is _note_forward for hook in module._forward_pre_hooks.values()):
             return
         root = f"{type(module).__name__.removeprefix('FSDP')} {self._num_modules}"
         units: dict[str, Any] = {name: x for name, x in module.named_modules() if isinstance(x, FSDPModule)}
@@ -98,7 +98,7 @@ class UnitOrder(CallOrder):
             state = unit._get_fsdp_state()
             label = f"{root}, {name}" if name else root
             self.labels[label] = state
-            unit.register_forward_pre_hook(_Forward(self, label))
+            unit.register_forward_pre_hook(partial(_note_forward, self, label))
             _extend(state, "_root_post_backward_final_callback", after=self._end)
             for part in _param_groups(state):
                 _extend(part, "unshard", before=partial(self.gather, label, part))
@@ -156,15 +156,9 @@ class UnitOrder(CallOrder):
                 x.sharded_param.grad = None
 
 
-class _Forward:
-    """Forward pre-hook of a unit."""
-
-    def __init__(self, order: UnitOrder, label: str) -> None:
-        self._order, self._label = order, label
-
-    @torch.compiler.disable(reason="it notes names")
-    def __call__(self, unit: nn.Module, args: Any) -> None:
-        self._order.note_forward(self._label)
+@torch.compiler.disable(reason="it notes names")
+def _note_forward(order: UnitOrder, label: str, *_: Any) -> None:
+    order.note_forward(label)
 
 
 def _param_groups(state: Any) -> list[Any]:
