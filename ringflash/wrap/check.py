@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,14 +184,14 @@ class _Trace:
         options = self.state.options
         return shard_sequence(x, options.group, 1, options.layout, ring.calls[0].cu_seqlens if ring.calls else None)
 
-    def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note what a module is given."""
+    def enter(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a module is given; a forward pre-hook."""
         self.num_running += 1
         if self.random_after is None:
             self.note(name, "inputs", (args, kwargs))
 
-    def leave(self, name: str, output: Any) -> Any:
-        """Note what an outermost module returns, or return random numbers for it."""
+    def leave(self, name: str, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Note what an outermost module returns, or return random numbers for it; a forward hook."""
         self.num_running -= 1
         before = self.random_after
         if before is None:
@@ -236,7 +237,7 @@ def _trace(module: nn.Module, run: Callable[[Group], Any], group: Group, trace: 
     """Trace one run, which leaves the module unchanged."""
     state, handles = trace.state, []
     for name, layer in module.named_modules():
-        enter, leave = _hooks(name or state.root, trace)
+        enter, leave = (partial(hook, name or state.root) for hook in (trace.enter, trace.leave))
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(layer.register_forward_hook(leave))
     state.trace, state.watch = trace.calls, trace.note
@@ -252,16 +253,6 @@ def _trace(module: nn.Module, run: Callable[[Group], Any], group: Group, trace: 
         trace.loss = float(result)
     else:
         trace.note("run", "outputs", result)
-
-
-def _hooks(name: str, trace: _Trace) -> tuple[Callable[..., None], Callable[..., Any]]:
-    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        trace.enter(name, args, kwargs)
-
-    def leave(layer: nn.Module, args: Any, output: Any) -> Any:
-        return trace.leave(name, output)
-
-    return enter, leave
 
 
 @contextmanager
