@@ -336,8 +336,9 @@ def training_table(result: dict) -> str:
 
 
 def trees_table(result: dict) -> str:
-    """Tabulate the same as `documents_table` of documents that continue others."""
-    return documents_table(result, "documents that continue others")
+    """Tabulate the same as `documents_table` of documents that continue others, without the rows of two ranks."""
+    rows = [row for row in result["results"] if row["ranks"] > 2]
+    return documents_table({**result, "results": rows}, "documents that continue others")
 
 
 def two_sided_table(result: dict) -> str:
