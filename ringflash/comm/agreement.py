@@ -285,7 +285,7 @@ def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> Non
     if _ERRORS_IN_CALLS in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
     elif "call" in fields:
-        remedy = "run the same layers, forward and backward, in one order on every rank"
+        remedy = "run the same layers, forward and backward, in one order and mode (train or eval) on every rank"
     elif "ringflash" in fields:
         remedy = "install one version of ringflash on all hosts"
     elif fields == ["kernel"]:

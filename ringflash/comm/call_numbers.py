@@ -119,10 +119,10 @@ def is_eager() -> bool:
 
 
 @contextmanager
-def in_layer(name: str) -> Iterator[None]:
-    """Give the calls inside the name of a layer, unless an outer context has given them one."""
+def in_layer(name: str, training: bool) -> Iterator[None]:
+    """Give the calls inside the name of a layer and its mode, unless an outer context has given them one."""
     global _layer
-    outer, _layer = _layer, _layer or name
+    outer, _layer = _layer, _layer or (name if training else f"{name} in evaluation mode")
     try:
         yield
     finally:

@@ -219,8 +219,8 @@ def _attend(
         attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
     )  # fmt: skip
-    # Ranks that leave out different layers find out at their next call.
-    with in_layer(name_of_layer(module)) if is_eager() else nullcontext():
+    # Ranks that leave out different layers, or run one in another mode, find out at their next call.
+    with in_layer(name_of_layer(module), module.training) if is_eager() else nullcontext():
         if (size := chunk_size(module)) is None:
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:

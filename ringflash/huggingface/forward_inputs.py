@@ -86,13 +86,13 @@ class ForwardInputs:
     @torch.compiler.disable(reason="ranks compare which parameters have gradients")
     def _fill_gradients(self, filled: FilledGradients, model: nn.Module, args: Any, output: object) -> None:
         """Give zeros to parameters that other ranks have used; a hook of the model's forward."""
-        if model.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             filled.begin(model, self.options.group, output)
 
     @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
     def _compare(self, step: Callable[[nn.Module, Any], None], model: nn.Module, *_: Any) -> None:
-        """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
-        if model.training and torch.is_grad_enabled() and self.options.group is not None:
+        """Make a step of `ChangedBuffers`; a hook of the model's forward, with gradients on a ring."""
+        if torch.is_grad_enabled() and self.options.group is not None:
             step(model, self.options.group)
 
     def __call__(
@@ -112,13 +112,13 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and inputs_of(child) is None:  # added after set_group
                     use_global_length(child, self)
-            self._compared = self._note_parameters(whole) if torch.is_grad_enabled() else None
+            self._compared = self._note_parameters(whole)
             if model.training:
                 self._begin_training(model, given)
         return args, kwargs
 
     def take_parameters(self) -> EqualParameters | None:
-        """Return the parameters that a forward with gradients has noted, once, to be compared in its first layer."""
+        """Return the parameters that a forward has noted, once, to be compared in its first layer."""
         noted, self._compared = self._compared, None
         return noted
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.huggingface.head_checks import find_bypassed, find_loss_error
 from ringflash.huggingface.head_probe import check_head, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
@@ -73,6 +74,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
             batch: as `decode`.
         """
+        self._check_bypassed(loss=temperature is None and not per_token)
         hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
@@ -136,13 +138,32 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Coefficient of the balancing loss of experts."""
         return router_coefficient_of(without_peft(self.model))
 
+    @torch.compiler.disable(reason="hooks are listed")
+    def _check_bypassed(self, loss: bool) -> None:
+        """Note an error for what a forward of the model would call and this one does not.
+
+        Args:
+            loss: the loss is computed here, and not by the caller.
+        """
+        causal = without_peft(self.model)
+        inputs = _notes_of(causal)
+        if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
+            return
+        error = find_bypassed(causal)
+        if error is None and loss:
+            error = find_loss_error(causal)
+        if inputs is not None and inputs.options.group is not None:
+            inputs.note("bypassed", error)
+        elif error is not None:
+            raise error
+
     @torch.compiler.disable(reason="groups and a number that was measured are compared")
     def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
         """Return the notes that `set_group` made for the model or its decoder; None if it was not called.
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+        inputs = _notes_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -172,6 +193,10 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
                 f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
                 "call set_group and CausalLMWithLoss with one group."
             )
+
+
+def _notes_of(causal: nn.Module) -> Any:
+    return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
 
 
 def _name(ranks: list[int]) -> str:

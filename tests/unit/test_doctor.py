@@ -10,7 +10,6 @@ import os
 import platform
 import select
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
