@@ -425,7 +425,8 @@ def megatron_table(result: dict) -> str:
         )
         name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
         rows.append((name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
-    source = f"{_measured(result, 'megatron-core', 'torch', 'triton')}."
+    engine = [name for name in ("transformer-engine",) if name in result]
+    source = f"{_measured(result, 'megatron-core', *engine, 'torch', 'triton')}."
     return _page(source, ("tokens", *names.values(), "gradients differ by"), rows)
 
 
