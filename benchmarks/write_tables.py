@@ -336,8 +336,9 @@ def training_table(result: dict) -> str:
 
 
 def trees_table(result: dict) -> str:
-    """Tabulate the same as `documents_table` of documents that continue others."""
-    return documents_table(result, "documents that continue others")
+    """Tabulate the same as `documents_table` of documents that continue others, without the rows of two ranks."""
+    rows = [row for row in result["results"] if row["ranks"] > 2]
+    return documents_table({**result, "results": rows}, "documents that continue others")
 
 
 def two_sided_table(result: dict) -> str:
@@ -424,7 +425,8 @@ def megatron_table(result: dict) -> str:
         )
         name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
         rows.append((name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
-    source = f"{_measured(result, 'megatron-core', 'torch', 'triton')}."
+    engine = [name for name in ("transformer-engine",) if name in result]
+    source = f"{_measured(result, 'megatron-core', *engine, 'torch', 'triton')}."
     return _page(source, ("tokens", *names.values(), "gradients differ by"), rows)
 
 

@@ -10,16 +10,11 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
-from ringflash.huggingface.head_checks import find_bypassed, find_loss_error, logit_scale, weight_of
+from ringflash.huggingface.head_checks import find_bypassed, find_loss_error
+from ringflash.huggingface.head_probe import check_head, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
-from ringflash.huggingface.router_loss import (
-    check_routers,
-    has_router_loss,
-    router_coefficient_of,
-    router_logits_of,
-    router_loss,
-)
+from ringflash.huggingface.router_loss import has_router_loss, router_coefficient_of, router_logits_of, router_loss
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 
@@ -50,7 +45,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         causal = without_peft(model)
-        self.logit_scale = _check_head(causal)
+        self.logit_scale = check_head(causal)
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
@@ -184,7 +179,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     def _check_head_unchanged(self, causal: nn.Module) -> None:
         """Reject a configuration that was edited after this module was made."""
-        if (scale := _check_head(causal)) != self.logit_scale:
+        if (scale := check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
                 "edited since; make the CausalLMWithLoss after that."
@@ -206,17 +201,3 @@ def _notes_of(causal: nn.Module) -> Any:
 
 def _name(ranks: list[int]) -> str:
     return f"ranks {ranks}" if ranks else "none"
-
-
-@torch.compiler.disable(reason="the model's forward is run on known values")
-def _check_head(model: nn.Module) -> float:
-    """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
-    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
-        raise NotImplementedError(
-            f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
-            "its hidden states."
-        )
-    weight_of(model.lm_head)
-    if has_router_loss(model):
-        check_routers(model)
-    return logit_scale(model, not has_router_loss(model))
