@@ -88,7 +88,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
-        yield page, name, fp8_losses_table(result)
+        yield page, name, fp8_losses_table(result, about=page == "docs/measurements.md")
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md", name, fp8_steps_table(result)
@@ -253,8 +253,12 @@ def ring_documents_table(result: dict) -> str:
     return _page(f"{about['device']}, commit {about['commit']}.", ("tokens of a document", *layouts), rows)
 
 
-def fp8_losses_table(result: dict) -> str:
-    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise."""
+def fp8_losses_table(result: dict, about: bool = True) -> str:
+    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise.
+
+    Args:
+        about: say what was trained, which the page otherwise says.
+    """
     rows = []
     for variant, choices in result["final"].items():
         first = next(iter(choices))
@@ -265,7 +269,7 @@ def fp8_losses_table(result: dict) -> str:
                 spread = f"{mean(apart):+.2f} ± {stdev(apart) / len(apart) ** 0.5:.2f}%" if name != first else ""
                 cells += [f"{mean(losses[which]):.4f}", spread]
             rows.append((f"{variant}, {name}", *cells))
-    source = f"{_measured(result, 'torch', 'triton')}. {result['about']}"
+    source = f"{_measured(result, 'torch', 'triton')}.{' ' + result['about'] if about else ''}"
     return _page(source, ("", "training loss", "from bf16", "held-out loss", "from bf16"), rows)
 
 

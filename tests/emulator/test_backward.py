@@ -40,7 +40,7 @@ def _gradients(
         fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
         in_step: tiles begin where the others are although the queries are few.
-        only_dq: the result of dq lies in a larger tensor, and is known from the start.
+        only_dq: the result of dq is in a larger tensor, and is known from the start.
     """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
