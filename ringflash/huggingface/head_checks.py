@@ -15,14 +15,14 @@ _MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
 _PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
-def forward_of_object(causal: nn.Module) -> Any:
-    """Return a forward that was set on a model, without accelerate's hooks; None if its result is that of its class."""
-    forward: Any = vars(causal).get("forward")
+def forward_of_object(module: nn.Module) -> Any:
+    """Return a forward that was set on a module, without accelerate's hooks; None if it gives what its class does."""
+    forward: Any = vars(module).get("forward")
     while isinstance(forward, partial):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     function = getattr(forward, "__func__", forward)
     of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
-    return None if of_liger or function is type(causal).forward else forward
+    return None if of_liger or function is type(module).forward else forward
 
 
 def find_loss_error(causal: Any) -> Exception | None:
@@ -68,7 +68,7 @@ def _hook_of(module: nn.Module) -> str | None:
 def weight_of(head: Any) -> Tensor:
     """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
-    own_forward = "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward
+    own_forward = forward_of_object(layer) is not None or type(layer).forward is not nn.Linear.forward
     hook = _hook_of(head) or _hook_of(layer)
     if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward or hook is not None:
         found = f"{type(layer).__module__}.{type(layer).__name__}"
