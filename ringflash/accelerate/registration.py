@@ -50,7 +50,10 @@ def register(*, share_prefixes: bool | int = False) -> None:
         (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
+        (Trainer, floating_point_ops),
     ]  # fmt: skip
+    if hasattr(Trainer, _track_num_input_tokens.__name__):  # some releases count within the training loop
+        wrappers.append((Trainer, _track_num_input_tokens))
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
         raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
@@ -329,6 +332,19 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any)
         return original(self, *args)
     finally:
         del self.get_tp_size
+
+
+def floating_point_ops(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+    """Return this rank's share of the operations of a batch: Trainer adds up those of all ranks."""
+    return original(self, inputs) / ring_size(self.accelerator.parallelism_config)
+
+
+def _track_num_input_tokens(original: Callable[..., Any], self: Any, inputs: Any) -> None:
+    """Count the tokens of a ring's batch once: Trainer adds up those of all ranks."""
+    before = self.state.num_input_tokens_seen
+    original(self, inputs)
+    counted = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + counted // ring_size(self.accelerator.parallelism_config)
 
 
 def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.model_checks import check_on_ring
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process, give_inputs, inputs_of
+from ringflash.huggingface.reached_layers import mark_reached
 from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.shard_loss import guard_losses
 from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
@@ -198,6 +199,8 @@ def _attend(
     inputs: ForwardInputs | None = inputs_of(module)
     if inputs is None:
         check_single_process()
+    else:
+        mark_reached(inputs.reached, module)
     options = ModelRing(None) if inputs is None else inputs.options
     spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
     mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask

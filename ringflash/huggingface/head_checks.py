@@ -10,14 +10,14 @@ from torch import nn
 from ringflash.huggingface.shard_loss import ShardLoss
 
 
-def forward_of_object(causal: nn.Module) -> Any:
-    """Return a forward that was set on a model, without accelerate's hooks; None if its result is that of its class."""
-    forward: Any = vars(causal).get("forward")
+def forward_of_object(module: nn.Module) -> Any:
+    """Return a forward that was set on a module, without accelerate's hooks; None if it gives what its class does."""
+    forward: Any = vars(module).get("forward")
     while isinstance(forward, partial):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     function = getattr(forward, "__func__", forward)
     of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
-    return None if of_liger or function is type(causal).forward else forward
+    return None if of_liger or function is type(module).forward else forward
 
 
 def find_loss_error(causal: Any) -> Exception | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringflash.huggingface.head_checks import hook_of
+from ringflash.huggingface.head_checks import forward_of_object, hook_of
 from ringflash.huggingface.router_loss import check_routers, has_router_loss
 
 _MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
@@ -32,7 +32,7 @@ def check_head(model: nn.Module) -> float:
 def weight_of(head: Any) -> Tensor:
     """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
     layer = getattr(head, "original_module", head)
-    own_forward = "forward" in vars(layer) or type(layer).forward is not nn.Linear.forward
+    own_forward = forward_of_object(layer) is not None or type(layer).forward is not nn.Linear.forward
     hook = hook_of(head) or hook_of(layer)
     if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward or hook is not None:
         found = f"{type(layer).__module__}.{type(layer).__name__}"

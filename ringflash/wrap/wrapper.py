@@ -233,6 +233,9 @@ def _switch(name: str, model: Any, options: ModelRing) -> None:
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
             deterministic=options.deterministic,
         )  # fmt: skip
+        for layer in model.modules():
+            if (inputs := inputs_of(layer)) is not None:
+                inputs.is_wrapped = True
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(f"{name} must take attn_implementation={NAME!r}, got: {error}") from error
 

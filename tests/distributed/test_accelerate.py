@@ -157,6 +157,7 @@ def test_hooks_of_a_device_map_are_no_own_forward(ctx: Context) -> None:
     model, ids = models.build("llama", "sdpa"), models.tokens(2)
     want = trainer.loss_in_fp64(model(ids).logits, ids, 61)
     add_hook_to_module(model, ModelHook())
+    add_hook_to_module(model.lm_head, ModelHook())
     put_on_ring(model, ctx.group)
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want, rtol=1e-12, atol=0)
 
@@ -190,6 +191,19 @@ class RoundingTrainer:
     def count(self) -> int:
         """Labels of this rank's batches, divided by the ranks that have them."""
         return 419 // self.get_tp_size()
+
+
+def test_operations_of_a_batch_are_counted_once() -> None:
+    """Trainer adds those of every rank, and the tokens of every rank."""
+    trainer_: Any = RoundingTrainer()
+    trainer_.state = SimpleNamespace(num_input_tokens_seen=7)
+    assert registration.floating_point_ops(lambda *_: 400, trainer_, {}) == 100
+
+    def count(self: Any, _: object) -> None:
+        self.state.num_input_tokens_seen += 4 * 21
+
+    registration._track_num_input_tokens(count, trainer_, {})
+    assert trainer_.state.num_input_tokens_seen == 7 + 21
 
 
 def test_labels_of_a_ring_are_not_rounded() -> None:

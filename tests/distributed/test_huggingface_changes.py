@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tests.helpers.pool import Context, on_ranks
 pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForTokenClassification
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 
 def second_model(model: Any) -> nn.Module:
@@ -257,6 +260,36 @@ def test_configuration_edited_later_is_refused(ctx: Context, edit: str, ranks: t
         change(model.model)
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)):
         model(**batch)
+
+
+def _attend_alone(layer: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    """A patched forward of an attention layer, which calls torch's attention itself."""
+    heads = (hidden_states.shape[0], hidden_states.shape[1], -1, layer.head_dim)
+    q, k, v = (f(hidden_states).view(heads).transpose(1, 2) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize(
+    "how, found", [("object", "1 (1 in all)"), ("class", "0 (2 in all)"), ("within", "1 (1 in all)")]
+)
+@on_ranks(2)
+def test_attention_off_the_ring_is_refused(ctx: Context, how: str, found: str) -> None:
+    """A layer's forward is patched, or the layer is inside one of another class, that attends by itself."""
+    model = build("llama", ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    layer = model.model.model.layers[1]
+    if how == "object":
+        layer.self_attn.forward = partial(_attend_alone, layer.self_attn)
+    elif how == "within":
+        own = type("Own", (nn.ModuleList,), {"forward": lambda inner, **given: _attend_alone(inner[0], **given)})
+        layer.self_attn = own([layer.self_attn])
+    with mock.patch.object(LlamaAttention, "forward", _attend_alone) if how == "class" else nullcontext():
+        with pytest.raises(NotImplementedError, match=re.escape(f"got none from LlamaAttention {found}, so")):
+            model(**batch)
+        if how == "class":
+            wrapped = wrap_attention(models.build(), ctx.group)
+            wrapped(**{name: batch[name] for name in ("input_ids", "position_ids", "use_cache")})
 
 
 def _step_alone(model: Any, batch: dict[str, Any]) -> None:
