@@ -32,6 +32,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
+_DQ_DTYPE = torch.float16
 _FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
 _KEYS = Launcher(backward_keys_fp8)
@@ -109,14 +110,14 @@ class Fp8Backward:
         dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
         with device_guard(self.q.device):
             scale = self.softmax_scale / self.q.shape[-1]
-            add_rotated_back(dq, out, scale, factor=self._pass.factor, interleaved=True)
+            add_rotated_back(dq, out, scale, factor=self._pass.factor, maxima=self._pass.maxima, interleaved=True)
         return out
 
 
 class _Dequantised:
     """Gradients by the bf16 kernels, from the rotated and rounded q, k and v."""
 
-    factor = None
+    factor = maxima = None
 
     def __init__(
         self,
@@ -172,10 +173,12 @@ class _Products(host.HopperBackward):
         self.products = products
         self._rows, largest_q = quantise_and_measure_q(q)
         row_max = lse if products != "fp8" or row_max is None else row_max
-        rows, self.maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads)
+        dq_dtype = _DQ_DTYPE if products == "fp8" else torch.float32
+        rows, maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=products == "fp8")
-        self.stats, self.factor = self.operands.stats, self.operands.factor
+        self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
+        self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
+        self.maxima = maxima if products == "fp8" else None
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
 
@@ -208,7 +211,7 @@ class _Products(host.HopperBackward):
         num_works = num_tiles * num_groups
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
-        keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
+        keys = KeyOperands(records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale)
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
         if fp8_gradients:
             k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
@@ -219,7 +222,7 @@ class _Products(host.HopperBackward):
         # Gradients in 16 bits leave shared memory for K and V of a next tile.
         drawn = fp8_gradients and dk.dtype != torch.float32
         _KEYS(
-            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
+            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype, accumulate),
             min(num_works, count_sms(dk.device)) if drawn else num_works,
             *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
