@@ -48,14 +48,18 @@ def _gradients(
     return results
 
 
-def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None) -> list:
+def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None, num_keys: int | None = 0) -> list:
     """Begin a backward by the kernels, and by the specification; out and lse are the latter's."""
     module.quantise_kv, scale = fp8_reference.quantise_kv, q.shape[-1] ** -0.5
     out, (lse, row_max) = torch.empty_like(q), torch.empty(2, q.shape[0], q.shape[2], q.shape[1])
     fp8_reference.forward(q, k, v, mask, scale, out=out, lse=lse, row_max=row_max)
     options: dict = {"num_kv_heads": k.shape[2], "softmax_scale": scale, "products": products, "row_max": row_max}
-    kinds = module.Fp8Backward, fp8_reference.Fp8ReferenceBackward
-    return [kind(dout, q, out, lse, **options, **({} if dlse is None else {"dlse": dlse})) for kind in kinds]
+    if dlse is not None:
+        options["dlse"] = dlse
+    return [
+        module.Fp8Backward(dout, q, out, lse, num_keys=num_keys, **options),
+        fp8_reference.Fp8ReferenceBackward(dout, q, out, lse, **options),
+    ]
 
 
 def _assert_equal(got, want, limit: float = 4e-3) -> None:

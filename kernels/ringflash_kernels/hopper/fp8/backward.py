@@ -25,6 +25,7 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     QueryOperands,
     add_rotated_back,
     parts,
+    rescale,
     statistics,
 )
 from ringflash_kernels.hopper.fp8.quantise import dequantised_q, quantise_and_measure_q, quantise_kv
@@ -32,7 +33,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
-_DQ_DTYPE = torch.float16
+_KEYS_IN_16_BITS = 2**17
 _FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
 _KEYS = Launcher(backward_keys_fp8)
@@ -65,6 +66,7 @@ class Fp8Backward:
         deterministic: bool = False,
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
+        num_keys: int | None = None,
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
@@ -76,7 +78,8 @@ class Fp8Backward:
             )
         else:
             with device_guard(q.device):
-                self._pass = _Products(dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max)
+                self._pass = _Products(dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max,
+                                       num_keys)
 
     def add(
         self,
@@ -142,8 +145,10 @@ class _Dequantised:
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
-        rotated = torch.empty_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
-        values = dv if dv.dtype == torch.float32 else torch.empty_like(rotated)
+        # A second rounding of dK to bf16 is small beside those to e4m3.
+        dtype = torch.float32 if accumulate or dk.dtype == torch.float16 else dk.dtype
+        rotated = torch.empty_like(dk, dtype=dtype, memory_format=torch.contiguous_format)
+        values = dv if dv.dtype == dtype else torch.empty_like(rotated)
         if accumulate:
             rotated.zero_()
         k, v = (cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v))
@@ -167,13 +172,15 @@ class _Products(host.HopperBackward):
         dlse: torch.Tensor | None,
         products: str,
         row_max: torch.Tensor | None,
+        num_keys: int | None,
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products = products
         self._rows, largest_q = quantise_and_measure_q(q)
         row_max = lse if products != "fp8" or row_max is None else row_max
-        dq_dtype = _DQ_DTYPE if products == "fp8" else torch.float32
+        in_16_bits = products == "fp8" and num_keys is not None and num_keys <= _KEYS_IN_16_BITS
+        dq_dtype = torch.float16 if in_16_bits else torch.float32
         rows, maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype)
         q = q if q.stride(-1) == 1 else q.contiguous()
         self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
@@ -181,6 +188,7 @@ class _Products(host.HopperBackward):
         self.maxima = maxima if products == "fp8" else None
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
+        self._added = False
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         """See `Fp8Backward.add_records`."""
@@ -212,6 +220,9 @@ class _Products(host.HopperBackward):
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
         keys = KeyOperands(records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale)
+        if self._added and self.dq.dtype == torch.float16:
+            rescale(self.dq, self._maxima)
+        self._added = True
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
         if fp8_gradients:
             k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))

@@ -38,6 +38,7 @@ from ringflash_kernels.hopper.fp8.quantise import (
 )
 from ringflash_kernels.hopper.launcher import Launcher
 
+_RESCALE_PARTS = 8  # programs of a head
 _MAXIMA = 8  # fp32 numbers of a KV head, see `statistics`
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
 
@@ -173,6 +174,17 @@ def _set_unit(
 
 
 @triton.jit
+def _rescale(dq_ptr, maxima_ptr, size, group, PARTS: tl.constexpr, MAXIMA: tl.constexpr):
+    batch_head = (tl.program_id(0) // PARTS).to(tl.int64)
+    ratio = tl.load(maxima_ptr + batch_head // group * MAXIMA + 6)
+    if ratio != 1.0:
+        for first in range(tl.program_id(0) % PARTS * 2048, size, PARTS * 2048):
+            at = first + tl.arange(0, 2048)
+            old = tl.load(dq_ptr + batch_head * size + at, mask=at < size, other=0.0)
+            tl.store(dq_ptr + batch_head * size + at, (old.to(tl.float32) * ratio).to(tl.float16), mask=at < size)
+
+
+@triton.jit
 def _key_operands(
     k8_ptr, v8_ptr, tail_ptr, maxima_ptr, k_ptr, v_ptr, tile_ptr, scale_log2, softmax_scale, num_blocks, num_kv_heads,
     of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
@@ -257,7 +269,8 @@ def _rotate_back(
         of_head = factor + (batch * num_heads + head).to(gl.int64) * padded
         of_row = gl.load(of_head + row, mask=row < seqlen, other=0.0)
         if HAS_UNIT:
-            of_row = of_row / gl.load(unit + (batch * num_heads + head) // group * 8)
+            of_unit = gl.load(unit + (batch * num_heads + head) // group * 8)
+            of_row = of_row / gl.where(of_unit > 0.0, of_unit, 1.0)  # 0 if no key was visible
         y *= of_row[:, None]
     at = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h + row[:, None].to(gl.int64) * out_s
     at += column[None, :]
@@ -267,8 +280,9 @@ def _rotate_back(
     gl.store(at, y.to(out.dtype.element_ty), mask=inside)
 
 
-_STATISTICS, _QUERY_OPERANDS, _SET_UNIT, _KEY_OPERANDS = (
-    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _set_unit, _key_operands)
+_STATISTICS, _QUERY_OPERANDS, _SET_UNIT, _RESCALE, _KEY_OPERANDS = (
+    Launcher(kernel, specialised=True)
+    for kernel in (_statistics, _query_operands, _set_unit, _rescale, _key_operands)
 )
 _WARPS = {64: 4, 128: 4, 256: 8}  # of a program of `_rotate_back`
 _ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
@@ -370,6 +384,14 @@ class KeyOperands:
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
             softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode, MAXIMA=_MAXIMA,
         )  # fmt: skip
+
+
+def rescale(dq: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Bring dQ of earlier hops to the unit of the last one. dq: (batch * num_heads, seqlen_q, head_dim), fp16."""
+    _RESCALE(
+        (), _RESCALE_PARTS * dq.shape[0], dq, maxima, dq.shape[1] * dq.shape[2], dq.shape[0] // maxima.shape[0],
+        PARTS=_RESCALE_PARTS, MAXIMA=_MAXIMA,
+    )  # fmt: skip
 
 
 def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
