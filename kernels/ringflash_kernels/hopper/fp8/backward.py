@@ -185,7 +185,7 @@ class _Products(host.HopperBackward):
         q = q if q.stride(-1) == 1 else q.contiguous()
         self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
         self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
-        self.maxima = maxima if products == "fp8" else None
+        self.maxima = maxima if in_16_bits else None
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
         self._added = False
@@ -219,9 +219,12 @@ class _Products(host.HopperBackward):
         num_works = num_tiles * num_groups
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
-        keys = KeyOperands(records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale)
-        if self._added and self.dq.dtype == torch.float16:
-            rescale(self.dq, self._maxima)
+        keys = KeyOperands(
+            records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
+            has_unit=self.maxima is not None,
+        )  # fmt: skip
+        if self.maxima is not None and self._added:
+            rescale(self.dq, self.maxima)
         self._added = True
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
         if fp8_gradients:

@@ -188,7 +188,7 @@ def _rescale(dq_ptr, maxima_ptr, size, group, PARTS: tl.constexpr, MAXIMA: tl.co
 def _key_operands(
     k8_ptr, v8_ptr, tail_ptr, maxima_ptr, k_ptr, v_ptr, tile_ptr, scale_log2, softmax_scale, num_blocks, num_kv_heads,
     of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
-    D: tl.constexpr, MODE: tl.constexpr, MAXIMA: tl.constexpr,
+    D: tl.constexpr, MODE: tl.constexpr, HAS_UNIT: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
@@ -225,10 +225,10 @@ def _key_operands(
         tl.store(tile + 2, 1.0 / gain)
         tl.store(tile + 3, of_dk)
         tl.store(tile + 4, of_dv)
-        unit = 1.0
-        if MODE == "fp8":
-            unit = tl.load(maxima_at + 5)
-        tl.store(tile + 5, k_scale * gain * unit)
+        of_dq = k_scale * gain
+        if HAS_UNIT:
+            of_dq *= tl.load(maxima_at + 5)
+        tl.store(tile + 5, of_dq)
     if MODE == "fp8":
         turned = ((batch * num_blocks + block) * num_kv_heads + head) * D * 128 + tl.arange(0, D)[:, None] * 128
         tl.store(k_ptr + turned + position[None, :], tl.trans(k8))
@@ -363,7 +363,8 @@ class KeyOperands:
     """
 
     def __init__(
-        self, records: torch.Tensor, head_dim: int, maxima: torch.Tensor, *, mode: str, softmax_scale: float
+        self, records: torch.Tensor, head_dim: int, maxima: torch.Tensor, *, mode: str, softmax_scale: float,
+        has_unit: bool = False,
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
         shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
@@ -374,15 +375,16 @@ class KeyOperands:
         self.v = records.new_empty(shape, dtype=torch.bfloat16) if mode == "bf16" else self.k
         self.scales = records.new_empty(batch, num_kv_heads, num_blocks, SCALES, dtype=torch.float32)
         k8, v8, tail = parts(records, head_dim)
-        if mode == "fp8":
+        if has_unit:
             _SET_UNIT(
                 (head_dim,), batch * num_kv_heads, tail, maxima, num_blocks, num_kv_heads, *tail.stride()[:3],
                 D=head_dim, MAXIMA=_MAXIMA,
             )  # fmt: skip
         _KEY_OPERANDS(
-            (head_dim, mode), batch * num_blocks * num_kv_heads,
+            (head_dim, mode, has_unit), batch * num_blocks * num_kv_heads,
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
-            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode, MAXIMA=_MAXIMA,
+            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode, HAS_UNIT=has_unit,
+            MAXIMA=_MAXIMA,
         )  # fmt: skip
 
 
