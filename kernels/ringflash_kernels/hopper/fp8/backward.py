@@ -45,7 +45,7 @@ class Fp8Backward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
-        num_kv_heads: heads of the keys that `add` takes.
+        num_kv_heads: heads of the keys that `add` takes. num_keys: of all calls of `add` together, if known.
         row_max: as lse, the largest score of each row in natural units or a little more. Only for "fp8", in which P of
             long rows would otherwise round to 0.
     Raises:
@@ -78,8 +78,9 @@ class Fp8Backward:
             )
         else:
             with device_guard(q.device):
-                self._pass = _Products(dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max,
-                                       num_keys)
+                self._pass = _Products(
+                    dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max, num_keys
+                )
 
     def add(
         self,
@@ -236,7 +237,8 @@ class _Products(host.HopperBackward):
         # Gradients in 16 bits leave shared memory for K and V of a next tile.
         drawn = fp8_gradients and dk.dtype != torch.float32
         _KEYS(
-            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype, accumulate),
+            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype,
+             accumulate),
             min(num_works, count_sms(dk.device)) if drawn else num_works,
             *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),

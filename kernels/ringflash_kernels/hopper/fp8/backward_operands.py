@@ -13,6 +13,14 @@ the largest weight of the heads that share a KV head, and w_i / W = a_i b_i is d
 P' is at most 2^8. g is chosen per tile of 128 keys so that dS' cannot exceed 448: |dO8_i V_j| <= 448 |V_j|. So no
 maxima are measured beforehand, and nothing saturates.
 
+Where the number of keys is known, and so small that a sum in 16 bits is as good as e4m3 (`backward`), dQ is added up in
+fp16: L2 adds half the bytes, in which it is the limit of the kernel otherwise. A sum is at most
+
+    2^8 max_i exp(lse_i - m_i) * (480 max_j |V_j| + max_i |delta'_i|) * max_j |K_j|
+
+with any part of the keys, since a_i <= 1. The unit of a KV head, a power of two, makes twice that 2^15 at most. A later
+hop with larger keys has a smaller unit, to which dQ is brought before.
+
 dQ_i is as precise as its own row of dS', whose smallest numbers e4m3 rounds to 0: a_i should be large. b_i may be as
 small as 2^-9, because numbers of dO8_i are about 448 / sqrt(head_dim). So b_i is w_i / W from 2^-9 on, with a_i = 1,
 then 2^-9, and below 2^-18 both are the square root. A row of a million equal keys has P' = 2^8 a_i like any other.
@@ -39,7 +47,7 @@ from ringflash_kernels.hopper.fp8.quantise import (
 from ringflash_kernels.hopper.launcher import Launcher
 
 _RESCALE_PARTS = 8  # programs of a head
-_MAXIMA = 8  # fp32 numbers of a KV head, see `statistics`
+_MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
 
 
@@ -162,8 +170,8 @@ def _set_unit(
         k_scale = tl.maximum(k_scale, tl.load(at + number * tail_block, mask=inside, other=0.0))
         v_scale = tl.maximum(v_scale, tl.load(at + number * tail_block + 1, mask=inside, other=0.0))
     maxima_at = maxima_ptr + tl.program_id(0) * MAXIMA
-    # Twice 2^8 exp(lse - m) (480 |V| + |delta'|) |K|; |V| from its largest element.
-    of_v = 480.0 * 448.0 * (D ** 0.5) * tl.max(v_scale, 0) + tl.load(maxima_at + 1)
+    # Numbers of a scale are at most 448 times it.
+    of_v = 480.0 * 448.0 * (D**0.5) * tl.max(v_scale, 0) + tl.load(maxima_at + 1)
     bound = 512.0 * 448.0 * tl.max(k_scale, 0) * tl.load(maxima_at + 3) * of_v
     bound = tl.maximum(tl.load(maxima_at + 4), tl.minimum(bound, 3e38))
     exponent = (bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # of the next power of two
@@ -281,8 +289,7 @@ def _rotate_back(
 
 
 _STATISTICS, _QUERY_OPERANDS, _SET_UNIT, _RESCALE, _KEY_OPERANDS = (
-    Launcher(kernel, specialised=True)
-    for kernel in (_statistics, _query_operands, _set_unit, _rescale, _key_operands)
+    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _set_unit, _rescale, _key_operands)
 )
 _WARPS = {64: 4, 128: 4, 256: 8}  # of a program of `_rotate_back`
 _ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
@@ -306,7 +313,8 @@ def statistics(
         largest_q: (batch, num_heads, blocks of 64 rows), fp32, of `quantise.quantise_and_measure_q`.
     Returns:
         rows: (batch * num_heads, 4, padded seqlen_q), fp32.
-        maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m), and those of `set_unit`.
+        maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the
+            bound of dQ over all hops so far, its unit, and that as a share of the earlier one.
         dq: (batch * num_heads, seqlen_q, head_dim), zeros.
     """
     batch, seqlen, num_heads, head_dim = out.shape
@@ -363,7 +371,13 @@ class KeyOperands:
     """
 
     def __init__(
-        self, records: torch.Tensor, head_dim: int, maxima: torch.Tensor, *, mode: str, softmax_scale: float,
+        self,
+        records: torch.Tensor,
+        head_dim: int,
+        maxima: torch.Tensor,
+        *,
+        mode: str,
+        softmax_scale: float,
         has_unit: bool = False,
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
@@ -383,8 +397,8 @@ class KeyOperands:
         _KEY_OPERANDS(
             (head_dim, mode, has_unit), batch * num_blocks * num_kv_heads,
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
-            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode, HAS_UNIT=has_unit,
-            MAXIMA=_MAXIMA,
+            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode,
+            HAS_UNIT=has_unit, MAXIMA=_MAXIMA,
         )  # fmt: skip
 
 
@@ -417,8 +431,8 @@ def add_rotated_back(
     """Write head_dim * scale * factor * rotate_back(x) to out, or add it.
 
     Args:
-        x: (batch, seqlen, num_heads, head_dim), fp32. interleaved: its columns have the order of the dQ accumulator.
-        factor: (batch * num_heads, padded seqlen), one for each row.
+        x: (batch, seqlen, num_heads, head_dim). interleaved: its columns have the order of the dQ accumulator.
+        factor: (batch * num_heads, padded seqlen), one for each row. maxima: of `statistics`, if x has a unit.
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
@@ -429,7 +443,7 @@ def add_rotated_back(
     order = 0 if not interleaved else 8 if x.dtype != torch.float32 and head_dim >= 128 else 4
     _ROTATE_BACK[warps](
         (head_dim, factor is None, maxima is None, order, x.dtype, accumulate), num_blocks * num_heads * batch,
-        x, given, unit, out, scale, seqlen, given.shape[1], num_heads, num_blocks, group, *x.stride()[:3], *out.stride()[:3],
-        D=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, INTERLEAVED=order, HAS_FACTOR=factor is not None, HAS_UNIT=maxima is not None,
-        ACCUMULATE=accumulate, WARPS=warps,
+        x, given, unit, out, scale, seqlen, given.shape[1], num_heads, num_blocks, group, *x.stride()[:3],
+        *out.stride()[:3], D=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, INTERLEAVED=order, HAS_FACTOR=factor is not None,
+        HAS_UNIT=maxima is not None, ACCUMULATE=accumulate, WARPS=warps,
     )  # fmt: skip
