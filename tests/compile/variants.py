@@ -213,7 +213,15 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
             num_keys=_TOKENS,
         )
         dk, dv = (torch.empty(k.shape) for _ in range(2))
-        run.add(k, k, _MASKS[mask], dk, dv)
+        for _ in range(2):
+            run.add(k, k, _MASKS[mask], dk, dv)
+        run.finish()
+    if products == "fp8":
+        recorder.variant = f"hd{head_dim} {products} band fp32 dq"
+        run = fp8_backward.Fp8Backward(
+            q, q, q, lse, num_kv_heads=k.shape[2], softmax_scale=1.0, products=products, row_max=lse
+        )
+        run.add(k, k, _MASKS["band"], dk, dv)
         run.finish()
     overwritten = [(torch.bfloat16, q), (torch.float32, q)]  # each KV head has one query head
     for dtype, keys in [*overwritten, (torch.bfloat16, k)]:  # heads of a group add to the same bf16 sums
