@@ -163,6 +163,7 @@ def begin_backward(
     dlse: torch.Tensor | None = None,
     deterministic: bool = False,
     row_max: torch.Tensor | None = None,
+    num_keys: int | None = None,
     only_dq: torch.Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
@@ -173,6 +174,7 @@ def begin_backward(
         num_kv_heads: heads of the keys to come. Needed in FP8, whose buffers are allocated here.
         deterministic: repeated calls give bitwise equal gradients.
         row_max: the tensor that `attention_forward` wrote, for an impl that `needs_row_max`.
+        num_keys: keys of all calls of `add` together, if known: then FP8 can add up dQ of up to 131,072 keys in fp16.
         only_dq: a promise that `add` is called once, and `finish` with this tensor, which `add` may write already.
     Raises:
         ValueError, NotImplementedError: as `attention_backward`.
@@ -188,7 +190,7 @@ def begin_backward(
         _checked_row_max(impl, lse, row_max)
     return begin_checked_backward(
         dout, q, out, lse, impl=impl, num_kv_heads=num_kv_heads, softmax_scale=_scale(q, softmax_scale), dlse=dlse,
-        deterministic=deterministic, row_max=row_max, only_dq=only_dq,
+        deterministic=deterministic, row_max=row_max, num_keys=num_keys, only_dq=only_dq,
     )  # fmt: skip
 
 
@@ -204,6 +206,7 @@ def begin_checked_backward(
     dlse: torch.Tensor | None,
     deterministic: bool,
     row_max: torch.Tensor | None,
+    num_keys: int | None = None,
     only_dq: torch.Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass as `begin_backward` does, with inputs that the caller has checked.
@@ -214,6 +217,8 @@ def begin_checked_backward(
     options: dict[str, Any] = {}
     if impl in _ROUNDED:
         options = {"num_kv_heads": num_kv_heads, "products": _ROUNDED[impl], "row_max": row_max}
+        if impl.startswith("hopper"):
+            options |= {"num_keys": num_keys, "only_dq": only_dq}
     elif impl == "hopper":
         options = {"only_dq": only_dq}
     begin = kernels_of(impl).begin_backward
@@ -285,7 +290,7 @@ def attention_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     backward = begin_backward(
         dout, q, out, lse, impl=impl, num_kv_heads=k.shape[2], softmax_scale=softmax_scale, dlse=dlse,
-        deterministic=deterministic, row_max=row_max, only_dq=dq,
+        deterministic=deterministic, row_max=row_max, num_keys=k.shape[1], only_dq=dq,
     )  # fmt: skip
     backward.add(k, v, mask, dk, dv, accumulate=False)
     return backward.finish(dq), dk, dv
