@@ -20,6 +20,7 @@ from ringflash_kernels.hopper.backward.dq import (
     add_third,
     dq_buffer,
     dq_staging,
+    numbered_staging,
     send_dq,
     wait_for_buffer,
     wait_until_read,
@@ -92,6 +93,7 @@ class KeyShared:
     DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
     PARTS: gl.constexpr
+    EARLY: gl.constexpr
 
 
 @gluon.jit
@@ -142,12 +144,15 @@ def _load(
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         mbarrier.expect(full, 4 * nbytes)
         for half in gl.static_range(2):
-            row = key + half * 64
-            tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
-            tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
+            tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
             if R:
-                tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
-                tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
+                tma_load(v1_desc, [batch, kv_head, key + half * 64, C], full, sm.v1.index(half))
+        if sm.EARLY:
+            mbarrier.wait(sm.kv_empty.index(1), (round & 1) ^ 1)
+        for half in gl.static_range(2):
+            tma_load(k0_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
+            if R:
+                tma_load(k1_desc, [batch, kv_head, key + half * 64, C], full, sm.k1.index(half))
         round += 1
         if start < stop:  # the block of zeros that precedes the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
@@ -332,9 +337,13 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
     """Compute dQ of a tile's last block, whose step is `step` - 1, and let it leave."""
     last, parity = slot_of(step - 1, 2)
+    if sm.EARLY:
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
     mbarrier.wait(sm.ds_full.index(last), parity)
     dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
+    if sm.EARLY:
+        mbarrier.arrive(sm.kv_empty.index(1), count=1)
     wait_for_buffer(sm, step - 1, W)
     staged = dq_buffer(sm, step - 1, W)
     staged.store(interleave(dq, staged.shape[1]))
@@ -382,13 +391,18 @@ def _write_pieces(sm, desc0, desc1, x0, x1, coord, ADD: gl.constexpr, W: gl.cons
 
 @gluon.jit
 def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.constexpr):
-    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in its V and dQ buffers."""
+    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in two buffers."""
     D: gl.constexpr = sm.SPLIT
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
     spare = dq_staging(sm, W)
+    if sm.EARLY:
+        other = numbered_staging(sm, 1, W)
+        tma_store_wait(0)  # the previous tile may have written without a step in between
+    else:
+        other = sm.v0.index(W)
     if dk_desc.dtype == gl.float32:
-        left = reinterpret(sm.v0.index(W), gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        left = reinterpret(other, gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         right = reinterpret(spare, gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
@@ -400,13 +414,15 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.c
             _send(sm, dk_desc if which else dv_desc, at_right, right, ADD)
             tma_store_wait(0)
     else:
+        dv_staged = reinterpret(other, dtype, [1, 1, 64, D], dv_desc.layout)
         dk_staged = reinterpret(spare, dtype, [1, 1, 64, D], dk_desc.layout)
-        sm.v0.index(W).reshape([64, D]).store(dv.to(dtype))
+        dv_staged.reshape([64, D]).store(dv.to(dtype))
         dk_staged.reshape([64, D]).store(dk.to(dtype))
         fence_async_shared()
-        tma_store(dv_desc, at, sm.v0.index(W))
+        tma_store(dv_desc, at, dv_staged)
         tma_store(dk_desc, at, dk_staged)
-        tma_store_wait(0)
+        if not sm.EARLY:
+            tma_store_wait(0)
 
 
 @gluon.jit
@@ -453,6 +469,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_full.index(slot), parity)
             mbarrier.arrive(sm.q_empty.index(slot), count=1)
+            if sm.EARLY:
+                tma_store_wait(0)  # until dK and dV of the previous tile have been read
             sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
@@ -525,8 +543,14 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
                     _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, False, W)
             else:
                 _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, sm.ACCUMULATE, W)
-        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        if not sm.EARLY:
+            mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        elif start == stop:
+            mbarrier.arrive(sm.kv_empty.index(0), count=1)
+            mbarrier.arrive(sm.kv_empty.index(1), count=1)
         round += 1
+    if sm.EARLY:
+        tma_store_wait(0)
     if W == 0:
         take_turn(step, W)  # so that no barrier is left half full
 
@@ -559,6 +583,7 @@ def backward_keys(
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -570,11 +595,12 @@ def backward_keys(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -622,7 +648,8 @@ def backward_keys(
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
-        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE, PARTS,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
+        PARTS, EARLY,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
