@@ -28,6 +28,7 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "arrive_after",
+    "draw",
     "e4m3_of_bits",
     "fence_async_shared",
     "gl",
@@ -129,6 +130,24 @@ def tma_store_complete(token):
     """Wait until this warp's TMA stores and reductions are in global memory, not only read as by `tma_store_wait`."""
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [token], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def draw(pointer):
+    """Add 1 to an int32 in global memory, by one warp, and return what it was.
+
+    With triton's own addition, which hands its result on through shared memory, ptxas spilled in the other warps.
+    """
+    asm: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane, found;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 found, 0;
+        @first atom.global.add.u32 found, [$1], 1;
+        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -8,7 +8,6 @@ sees are in no stretch.
 
 from __future__ import annotations
 
-import heapq
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from ringflash_kernels.mask import Mask, upload
 _MAX_BLOCK = 128  # keys of a block, at most
 _SHIFT = 8  # blocks that are not at multiples of their size are at multiples of this: TMA reads ends from 16 bytes on
 LONG_WALK = 64  # blocks
-HEAD_BIT = 20  # of the number of a tile: those from here on are the number of a head, if its walks are `dealt`
 _MASKED_COST = 0.2  # of a masked block in the forward, more than a full one takes
 
 
@@ -121,35 +119,6 @@ def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int
         return Limits(ends[None], start, stop)
 
     return mask.cached(("limits", device, rows_per_tile, rows), make)
-
-
-def dealt(walk: Walks, num_heads: int, together: int, group: int, start_steps: int, programs: int) -> torch.Tensor:
-    """Return `walk.tiles` of all heads in an order in which every `programs`th are one program's, of equal cost in sum.
-
-    In the order of the launch each work goes to the program that has had least. Programs with fewer works than others
-    get tiles without blocks past the last one.
-
-    Args:
-        num_heads: heads, or groups of `group` heads.
-        together: those whose tiles alternate in the order of the launch.
-        start_steps: cost of entering and leaving a tile, in blocks.
-    """
-    tiles = walk.tiles.numpy()
-    head = np.tile(np.arange(num_heads).reshape(-1, 1, together), (1, len(tiles), 1)).reshape(-1)
-    rank = np.tile(np.arange(len(tiles)).reshape(1, -1, 1), (num_heads // together, 1, together)).reshape(-1)
-    programs = min(programs, len(rank))
-    loads = [(0, program) for program in range(programs)]
-    turns, places = [0] * programs, []
-    for cost in (tiles[:, 3] * group + start_steps)[rank].tolist():
-        load, program = loads[0]
-        heapq.heapreplace(loads, (load + cost, program))
-        places.append(turns[program] * programs + program)
-        turns[program] += 1
-    works = np.zeros((max(turns) * programs, 4), dtype=np.int32)
-    works[:, 0] = tiles[:, 0].max() + 1
-    works[places] = tiles[rank]
-    works[places, 0] += (head << HEAD_BIT).astype(np.int32)
-    return torch.from_numpy(works)
 
 
 def has_begins(mask: Mask) -> bool:

@@ -28,7 +28,7 @@ from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.forward.host import count_sms
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.hopper.walks import LONG_WALK, Walks, dealt, has_begins, limits, walks
+from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
 
 _FAR = 1 << 29  # an open side of a band
@@ -97,6 +97,11 @@ class HopperBackward:
     def ordered(self) -> bool:
         """True if the additions to dQ of `backward_keys` have a fixed order."""
         return self.deterministic and not self.tiles.wide
+
+    @functools.cached_property
+    def drawn(self) -> torch.Tensor:
+        """Counters of the tiles that programs of `backward_keys` have drawn, and the tile of each program."""
+        return self.q.new_zeros(2 + count_sms(self.q.device), dtype=torch.int32)
 
     def add(
         self,
@@ -206,18 +211,15 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
-        in_any_order = not (tiles.wide or self.ordered)
-        is_dealt = hop.two_sided and in_any_order and not tiles.rest  # which would spill
-        options = dict(in_parts=in_any_order, group=group if is_dealt else 0)
-        tables = self._tables(mask, hop, k.device, num_groups, **options)
+        tables = self._tables(mask, hop, k.device, num_groups, in_parts=not (tiles.wide or self.ordered))
         summed = None if accumulate else tables.summed
-        heads_together = 1 if tiles.wide or is_dealt else self.heads_together(hop, num_groups, group)
+        heads_together = 1 if tiles.wide else self.heads_together(hop, num_groups, group)
         heads_together = max(heads_together, tables.heads_together)
         num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)
         if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
             at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
-        num_works = num_tiles if is_dealt else num_tiles * num_groups
+        num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
         keys = [cut(x, 1, (hop.k_start, hop.k_stop)) for x in (k, v, dk, dv)]
         scalars = (
@@ -253,15 +255,17 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
+            early = hop.two_sided and not (self.ordered or tiles.rest)  # in two pieces it would spill
             _KEYS(
-                variant, min(num_works, count_sms(k.device)) if is_dealt else num_works,
+                variant, min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
-                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
+                self.drawn if early else self.clock, *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + is_dealt,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=is_dealt, **choices,
+                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
@@ -313,26 +317,14 @@ class HopperBackward:
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
     def _tables(
-        self,
-        mask: Mask,
-        hop: HopRectangle,
-        device: torch.device,
-        num_groups: int,
-        *,
-        in_parts: bool = False,
-        group: int = 0,
+        self, mask: Mask, hop: HopRectangle, device: torch.device, num_groups: int, *, in_parts: bool = False
     ) -> Tables:
-        """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty.
-
-        Args:
-            group: query heads of a group, if each program takes several tiles; see `walks.dealt`.
-        """
+        """Return the tables of a two-sided mask for the kernel of dK and dV; those of another mask are empty."""
         if not hop.two_sided:
             return Tables()
         side, block_n = mask.cached("transposed", mask.transposed), self.tiles.block_n
         rows = 0, side.seqlen_q
-        on = torch.device("cpu") if group else device
-        walk = walks(side, on, rows, block_n, 64, near=True, ordered=self.ordered)
+        walk = walks(side, device, rows, block_n, 64, near=True, ordered=self.ordered)
         begins = block_descriptor(first_keys(mask, device), (1, 64)) if hop.has_begins else None
         # Rows of short walks stay in L2 for several heads. A long tile of the last head would run by itself at the end,
         # and in a fixed order tiles of one head wait for one another.
@@ -343,19 +335,10 @@ class HopperBackward:
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
-        is_cut = in_parts and _is_cut(hop, walk, self.tiles.columns)
-        if is_cut:
-            walk, down = walks(side, on, rows, block_n, 64, part=_PART_BLOCKS), False
+        if in_parts and _is_cut(hop, walk, self.tiles.columns):
+            walk, down = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), False
             together = _largest_divisor(num_groups, _PARTS_TOGETHER)
-        if not group:
-            return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
-
-        def make() -> list[torch.Tensor]:
-            works = dealt(walk, num_groups, together, group, STEPS_OF_A_TILE, count_sms(device))
-            return upload(device, works, walk.stretches, *([] if walk.summed is None else [walk.summed]))
-
-        tiles, stretches, *summed = side.cached(("dealt", device, block_n, num_groups, together, group, is_cut), make)
-        return Tables(begins, (tiles, stretches), 1, down, lap, len(tiles), *summed)
+        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""

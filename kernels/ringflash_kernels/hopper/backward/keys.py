@@ -11,6 +11,9 @@ in fp32, its columns permuted within 32 (see `interleave`; the postprocess kerne
 
 The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
 (`dq.py`).
+
+If EARLY, a CTA takes several tiles, one after another from a counter, so that all are at about the same rows at a time.
+V of the next tile arrives while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
 """
 
 from ringflash_kernels.hopper.backward.dq import (
@@ -40,12 +43,14 @@ from ringflash_kernels.hopper.compat import (
     MANY_ADDRESSES,
     aggregate,
     arrive_after,
+    draw,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     named_barrier,
     opaque,
+    publish,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -121,8 +126,26 @@ def _load_queries(sm, problem, descs, batch, head, block, step):
 
 
 @gluon.jit
+def _hand_on(drawn_ptr, index):
+    """Tell the consumers which tile follows, by way of global memory: they see it with the arrival of its keys."""
+    publish(drawn_ptr + 2 + gl.program_id(0), index)
+
+
+@gluon.jit
 def _load(
-    sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc
+    sm,
+    problem,
+    q0_desc,
+    q1_desc,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    dout0_desc,
+    dout1_desc,
+    stats_desc,
+    begins_desc,
+    drawn_ptr,
 ):
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
@@ -131,7 +154,8 @@ def _load(
     descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
@@ -142,6 +166,8 @@ def _load(
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        if sm.EARLY:
+            _hand_on(drawn_ptr, index)
         mbarrier.expect(full, 4 * nbytes)
         for half in gl.static_range(2):
             tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
@@ -186,6 +212,17 @@ def _load(
                 g, block = problem.descend(g, block)
         else:
             step = load_in_rounds(sm, problem, _load_queries, descs, batch, first_head, start, stop, first, count, step)
+        if sm.EARLY:
+            index = draw(drawn_ptr) + gl.num_programs(0)
+        else:
+            index += gl.num_programs(0)
+    if sm.EARLY:
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        _hand_on(drawn_ptr, index)
+        mbarrier.arrive(sm.kv_full.index(0), count=1)
+        if draw(drawn_ptr + 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+            gl.store(drawn_ptr, 0)
+            gl.store(drawn_ptr + 1, 0)
 
 
 @gluon.jit
@@ -437,7 +474,7 @@ def _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord
 
 
 @gluon.jit
-def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, W: gl.constexpr):
+def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, W: gl.constexpr):
     """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -448,7 +485,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
     round = 0
     if W == 1:
         pass_turn(step, W)
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             _first, _count, stop = problem.walk(index)
@@ -549,6 +587,11 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             mbarrier.arrive(sm.kv_empty.index(0), count=1)
             mbarrier.arrive(sm.kv_empty.index(1), count=1)
         round += 1
+        if sm.EARLY:
+            mbarrier.wait(sm.kv_full.index(0), round & 1)
+            index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
+        else:
+            index += gl.num_programs(0)
     if sm.EARLY:
         tma_store_wait(0)
     if W == 0:
@@ -556,13 +599,13 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 1)
 
 
 @gluon.jit(
@@ -570,7 +613,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
         "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
-        "numbers_ptr", "num_blocks", "first_number",
+        "numbers_ptr", "num_blocks", "first_number", "drawn_ptr",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -579,7 +622,7 @@ def backward_keys(
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
     heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, numbers_ptr,
-    num_blocks, first_number, scale_log2, softmax_scale,
+    num_blocks, first_number, drawn_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
@@ -589,6 +632,7 @@ def backward_keys(
 
     DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
+    EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
@@ -667,14 +711,14 @@ def backward_keys(
         sums = 0
     load_args = (
         sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
-        begins_desc
+        begins_desc, drawn_ptr,
     )  # fmt: skip
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
                 (_load, load_args),
                 (add_first, (sm, problem, order, dq0_desc, dq1_columns)),
                 (add_second, (sm, problem, order, dq0_desc, dq1_columns)),
@@ -686,8 +730,8 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
                 (_load, load_args),
             ],
             [4, 1],

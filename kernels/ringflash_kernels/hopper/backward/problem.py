@@ -11,11 +11,9 @@ Under a two-sided mask, the blocks to visit are listed in stretches (`hopper.wal
 
 from ringflash_kernels.hopper.backward.tiles import SMS
 from ringflash_kernels.hopper.compat import aggregate, gl, gluon, mbarrier
-from ringflash_kernels.hopper.walks import HEAD_BIT
 
 _SMS = gl.constexpr(SMS)
 _TICK = gl.constexpr(16)
-_HEAD_BIT = gl.constexpr(HEAD_BIT)
 
 
 @gluon.jit
@@ -131,8 +129,6 @@ class BackwardProblem:
         head = first_head + section * together + rest - tile * together
         if self.TWO_SIDED:
             tile = gl.load(self.tiles_ptr + tile * 4)
-            head += tile >> _HEAD_BIT
-            tile &= (1 << _HEAD_BIT) - 1
         key = tile * self.BLOCK_N
         heads = self.num_heads // self.group
         first_head = (head % heads) * self.group
