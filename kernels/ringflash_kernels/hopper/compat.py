@@ -98,6 +98,24 @@ def tma_store_complete(token):
 
 
 @gluon.jit
+def draw(pointer):
+    """Add 1 to an int32 in global memory, by one warp, and return what it was.
+
+    With triton's own addition, which hands its result on through shared memory, ptxas spilled in the other warps.
+    """
+    asm: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane, found;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 found, 0;
+        @first atom.global.add.u32 found, [$1], 1;
+        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def publish(pointer, number):
     """Store a number in global memory, by one warp. Readers that `wait_for` it see the earlier writes of this warp."""
     asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"
