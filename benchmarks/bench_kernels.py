@@ -209,16 +209,17 @@ def ours_in_fp8_backward(products: str) -> Contender:
         largest_head_dim = 256 if products == "bf16" else 128
         if x.row.kind == "hop" or x.row.head_dim not in HEAD_DIMS or x.row.head_dim > largest_head_dim:
             return None
-        out, dk, dv = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(x.v)
+        out, dq, dk, dv = (torch.empty_like(t) for t in (x.dout, x.q, x.k, x.v))
         row_max = torch.empty_like(x.lse)
         operands = quantise_q(x.q), quantise_kv(x.k, x.v, for_backward=False)
         forward(*operands, x.mask, x.scale, out=out, lse=x.lse, row_max=row_max)
 
         def run() -> torch.Tensor:
             options = {"softmax_scale": x.scale, "products": products, "row_max": row_max}
+            options |= {"num_keys": x.k.shape[1], "only_dq": dq}
             backward = Fp8Backward(x.dout, x.q, out, x.lse, num_kv_heads=x.k.shape[2], **options)
             backward.add(x.k, x.v, x.mask, dk, dv, accumulate=False)
-            return backward.finish()
+            return backward.finish(dq)
 
         return run
 

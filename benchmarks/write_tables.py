@@ -420,17 +420,21 @@ def megatron_table(result: dict) -> str:
         "engine one": "Transformer Engine, one GPU", "engine ring": "Transformer Engine, two GPUs",
     }  # fmt: skip
     names = {way: name for way, name in names.items() if any(row["way"] == way for row in result["rows"])}
+    versions, more = ["megatron-core", "torch", "triton"], ["gradients differ by"]
+    if "engine ring" in names:
+        versions, more = [*versions, "transformer-engine"], ["time relative to the ring's", *more]
     rows = []
     for tokens, packed in dict.fromkeys((row["tokens"], row["packed"]) for row in result["rows"]):
         ways = {row["way"]: row for row in result["rows"] if (row["tokens"], row["packed"]) == (tokens, packed)}
-        shown = (
+        shown = [
             f"{1000 * ways[way]['seconds']:.0f} ms, {ways[way]['allocated_gib']:.1f} GiB" if way in ways else ""
             for way in names
-        )
+        ]
+        if "engine ring" in names:
+            shown.append(f"{ways['engine ring']['seconds'] / ways['ring']['seconds']:.2f}")
         name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
         rows.append((name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
-    source = f"{_measured(result, 'megatron-core', 'torch', 'triton')}."
-    return _page(source, ("tokens", *names.values(), "gradients differ by"), rows)
+    return _page(f"{_measured(result, *versions)}.", ("tokens", *names.values(), *more), rows)
 
 
 def steps_of_documents_table(result: dict) -> str:

@@ -102,7 +102,7 @@ def attend(
     cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call `ring_attention`, with those of its options that calls of a module share as one value."""
+    """Call `ring_attention`, with the options that all calls of a module share as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
@@ -140,7 +140,7 @@ def _attend_rows(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend each row of a batch to its own documents, one after the other.
 
-    Ranks with other numbers of rows would pair them with those of their next call, so each row has a name.
+    Each row has a name: otherwise ranks with fewer rows would pair their next call with a row of this one.
     """
     rows, named = [], is_eager()
     if not named and not torch.compiler.is_compiling():

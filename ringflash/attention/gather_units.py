@@ -180,6 +180,7 @@ class BackwardUnits(UnitWork):
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
             num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
             deterministic=call.deterministic, row_max=self.row_max[section],
+            num_keys=sum(call.blocks[block].mask.seqlen_k for block in self.seen),
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ringflash.attention.steps import Repetition, Step
-from ringflash.comm.driver import Command, driver, plain_launch
+from ringflash.comm.commands import Command
+from ringflash.comm.driver import driver, plain_launch
 
 
 class Address:

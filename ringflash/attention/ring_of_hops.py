@@ -86,9 +86,11 @@ class RingOfHops:
         """
         dout, dlse, q, k, v, out, lse, row_max = inputs
         dq = _empty(q)
+        num_keys = sum(hop.mask.seqlen_k for hop in self.schedule.hops if hop.source is not None)
         gradients = begin_checked_backward(
             dout, q, out, lse, impl=self.impl, num_kv_heads=k.shape[2], softmax_scale=self.softmax_scale, dlse=dlse,
-            deterministic=self.deterministic, row_max=row_max, only_dq=dq if self.transport is None else None,
+            deterministic=self.deterministic, row_max=row_max, num_keys=num_keys,
+            only_dq=dq if self.transport is None else None,
         )  # fmt: skip
         if self.transport is None:
             dk, dv = _empty(k), _empty(v)

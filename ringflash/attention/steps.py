@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.driver import Command, CommandList, Driver, address_of, take_event
+from ringflash.comm.commands import Command
+from ringflash.comm.driver import CommandList, Driver
+from ringflash.comm.events import address_of, take_event
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 

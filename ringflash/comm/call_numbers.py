@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ringflash.comm.commands import Command, copy_command, write_command
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.driver import Command, copy_command, write_command
 from ringflash.comm.group import store_of
 
 HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it
@@ -60,8 +60,8 @@ class CallNumber(NamedTuple):
 NO_NUMBER = CallNumber()  # for a single process
 
 
-class Arrival(Protocol):
-    """Marker that is recorded after the words of a call."""
+class Marker(Protocol):
+    """Point in the work of a stream, for which other streams and the watchdog can wait."""
 
     def query(self) -> bool:
         """Return True if the work before it has finished."""
@@ -70,7 +70,7 @@ class Arrival(Protocol):
 class _Unread(NamedTuple):
     """Words of a call that the host has not compared yet."""
 
-    arrival: Arrival
+    arrival: Marker
     call: CallNumber
     words: torch.Tensor  # on the host
     senders: Sequence[int]
@@ -119,10 +119,10 @@ def is_eager() -> bool:
 
 
 @contextmanager
-def in_layer(name: str) -> Iterator[None]:
-    """Give the calls inside the name of a layer, unless an outer context has given them one."""
+def in_layer(name: str, training: bool) -> Iterator[None]:
+    """Give the calls inside the name of a layer and its mode, unless an outer context has given them one."""
     global _layer
-    outer, _layer = _layer, _layer or name
+    outer, _layer = _layer, _layer or (name if training else f"{name} in evaluation mode")
     try:
         yield
     finally:
@@ -204,12 +204,7 @@ class Words:
         on_host.copy_(self.arrived, non_blocking=True)
 
     def expect(
-        self,
-        group: dist.ProcessGroup,
-        members: Sequence[int],
-        call: CallNumber,
-        arrival: Arrival,
-        on_host: torch.Tensor,
+        self, group: dist.ProcessGroup, members: Sequence[int], call: CallNumber, arrival: Marker, on_host: torch.Tensor
     ) -> None:
         """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
 
@@ -226,7 +221,7 @@ class Words:
 
 def expect(
     group: dist.ProcessGroup,
-    arrival: Arrival,
+    arrival: Marker,
     call: CallNumber,
     words: torch.Tensor,
     senders: Sequence[int],

@@ -117,11 +117,7 @@ class CheckpointWriter:
 
 
 def check_local(folder: str | Path) -> None:
-    """Refuse the address of a bucket: taken as a path it would be a local folder, named s3: for example.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Raise ValueError for the address of a bucket: as a path it would be a local folder, named s3: for example."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # Path turns two slashes into one
         raise ValueError(
             f"checkpoints must go to a folder of a file system, got {folder}; name one that all hosts share, and "
@@ -260,11 +256,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 def check_folders(trainer: lightning.Trainer) -> None:
-    """Refuse a trainer whose checkpoints would be written to a bucket, as `check_local` does.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Run `check_local` on the folders of a trainer's checkpoints."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is not None:
             check_local(callback.dirpath)

@@ -65,7 +65,8 @@ OF_EACH_PATH = {
     "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16",
     "quantise_rows hd128 bfloat16", "quantise_rows hd128 bfloat16 dequantised", "quantise_records hd128 bfloat16",
     "quantise_records hd128 bfloat16 to the peers", "_statistics hd128 fp8_scores band",
-    "_query_operands hd128 fp8 band", "_key_operands hd128 fp8 band", "_rotate_back hd128 fp8_scores band",
+    "_query_operands hd128 fp8 band", "_set_unit hd128 fp8 band", "_rescale hd64 fp8 band",
+    "_key_operands hd128 fp8 band", "_rotate_back hd128 fp8_scores band",
 }  # fmt: skip
 # A few more, which CI also compiles with the newest triton.
 WITH_NEWEST_TRITON = {

@@ -11,6 +11,7 @@ import platform
 import select
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -292,7 +293,7 @@ def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> N
     class RankMessages:
         def report_of(self, rank: int, seconds: float) -> Any:
             assert seconds == 30
-            return None if rank == 4 else [command.fault("kernel", f"by {rank}", "x").as_dict()]
+            return None if rank == 4 else [asdict(command.fault("kernel", f"by {rank}", "x"))]
 
     monkeypatch.setattr(command, "probes", lambda facts, seconds: [command.ok("kernel", "by 0")])
     found = command.probes_of_all(RankMessages(), ranks, probing, 10)  # type: ignore[arg-type]

@@ -22,16 +22,16 @@ from ringflash.comm.comparison import gather_values
 class EqualParameters:
     """Parameters that every rank of a ring has, whole or as equal shards; not those that FSDP or ZeRO-3 shards over it.
 
-    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients.
+    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients, and in those without.
     """
 
     def __init__(self) -> None:
-        self._num_forwards = 0
+        self._num_forwards = {True: 0, False: 0}
         self._sums: dict[str, int] = {}
 
     def begin(self, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
         """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
-        self._num_forwards += 1
+        self._num_forwards[torch.is_grad_enabled()] += 1
         self._sums = {}
         if not self._is_due:
             return
@@ -43,7 +43,8 @@ class EqualParameters:
 
     @property
     def _is_due(self) -> bool:
-        return not self._num_forwards & (self._num_forwards - 1)
+        count = self._num_forwards[torch.is_grad_enabled()]
+        return not count & (count - 1)
 
     @property
     def checksum(self) -> int:
@@ -58,10 +59,10 @@ class EqualParameters:
         raise ValueError(
             "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
             f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
-            "model is made, and average gradients over all ranks, those of a ring included "
-            "(ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, strategy.shard_parameters). "
-            "Of a parameter that is meant to differ, as that of an expert that other ranks do not have, set "
-            "parameter.allreduce = False."
+            "model is made, load checkpoints on all of them, and average gradients over all ranks, those of a ring "
+            "included (ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, "
+            "strategy.shard_parameters). Of a parameter that is meant to differ, as that of an expert that other ranks "
+            "do not have, set parameter.allreduce = False."
         )
 
     def compare(
@@ -74,9 +75,8 @@ class EqualParameters:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            cuts: returns checksums of the whole sequences of this forward, and the layouts of their shards, as far as
-                they are known.
-            layout: that of the module's attention.
+            cuts: returns a checksum of the whole sequence, and the layout, of each shard for which these are known.
+            layout: layout of the module's attention.
         Raises:
             ValueError: a parameter or a sequence differs between ranks, or a shard has another layout; on every rank.
         """
@@ -127,7 +127,7 @@ def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
 
 
 def is_shared(parameter: torch.Tensor) -> bool:
-    """Return False for a parameter that is meant to differ between ranks, such as that of an expert of one rank."""
+    """Return False for a parameter that is meant to differ between ranks, for example of an expert of one rank."""
     return bool(getattr(parameter, "allreduce", True))
 
 

@@ -13,8 +13,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
+from ringflash.comm.commands import Command
 from ringflash.comm.communicator import register_members, register_peers
-from ringflash.comm.driver import Command, plain_launch
+from ringflash.comm.driver import plain_launch
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies

@@ -30,8 +30,7 @@ class Exchanges:
     others waiting, so it is a rehearsal, too.
 
     Args:
-        allocate: returns a new area of a few bytes.
-        device: device of the area.
+        allocate: returns a new area of a few bytes on the device.
     """
 
     def __init__(self, allocate: Callable[[], torch.Tensor], device: torch.device) -> None:

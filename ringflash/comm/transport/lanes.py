@@ -9,17 +9,11 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from ringflash.comm import cuda_graphs
+from ringflash.comm.call_numbers import Marker
 from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
 _MAX_CACHED = 20  # a cache of views drops the oldest entry beyond this number
-
-
-class Marker(Protocol):
-    """Point in the work of a stream, for which other streams and the watchdog can wait."""
-
-    def query(self) -> bool:
-        """Return True if the work before it has finished."""
 
 
 class ViewCache:

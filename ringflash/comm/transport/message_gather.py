@@ -24,10 +24,6 @@ class NcclGather(Lanes):
 
     Messages need SMs, which a forward kernel holds until it ends. A third buffer gives a message the time of two
     sections to arrive.
-
-    Args:
-        channel: messages of the group.
-        device: device of the tensors.
     """
 
     num_buffers = 3

@@ -39,7 +39,6 @@ class Pending:
     """Batch of messages in flight.
 
     Args:
-        works: each with its description for errors.
         timeout: limit of the wait over gloo. None uses the limit of the work itself, and does not block the host.
     """
 
@@ -69,13 +68,10 @@ def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:
 
 
 def check_capture() -> None:
-    """Refuse a configuration in which a replayed CUDA graph silently computes wrong results.
+    """Raise RuntimeError for expandable segments with NCCL_GRAPH_REGISTER, with which a replayed graph is wrong.
 
     NCCL registers the buffers of captured messages with its peers as whole allocations, but an expandable segment
     consists of many. Gradients of a replay on 4 H200s had errors of 100% (torch 2.11, NCCL 2.28.9).
-
-    Raises:
-        RuntimeError: expandable segments with NCCL_GRAPH_REGISTER on; the message has the remedy.
     """
     if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return
@@ -95,7 +91,6 @@ class PointToPoint:
 
     Args:
         name: "gloo" or "nccl".
-        group: the ranks that share the sequence.
     """
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls

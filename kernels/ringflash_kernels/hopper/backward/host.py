@@ -26,6 +26,7 @@ from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backwa
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
+from ringflash_kernels.hopper.forward.host import count_sms
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
@@ -96,6 +97,11 @@ class HopperBackward:
     def ordered(self) -> bool:
         """True if the additions to dQ of `backward_keys` have a fixed order."""
         return self.deterministic and not self.tiles.wide
+
+    @functools.cached_property
+    def drawn(self) -> torch.Tensor:
+        """Counters of the tiles that programs of `backward_keys` have drawn, and the tile of each program."""
+        return self.q.new_zeros(2 + count_sms(self.q.device), dtype=torch.int32)
 
     def add(
         self,
@@ -249,15 +255,17 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
+            early = hop.two_sided and not (self.ordered or tiles.rest)  # in two pieces it would spill
             _KEYS(
-                variant, num_works,
+                variant, min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
-                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
+                self.drawn if early else self.clock, *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, **choices,
+                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))

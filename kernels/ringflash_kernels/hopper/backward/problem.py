@@ -44,13 +44,14 @@ def receive_number(slot):
 
 
 @gluon.jit
-def interleave(x, N: gl.constexpr):
-    """Permute columns (j, t, e) of each 32 to (t, j, e), sizes 4, 4, 2: a thread's eight values become neighbours.
+def interleave(x, N: gl.constexpr, J: gl.constexpr = 4):
+    """Permute columns (j, t, e) of each 8 J to (t, j, e), sizes J, 4, 2: a thread's 2 J values become neighbours.
 
-    No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts. The dQ
-    accumulator keeps this order; the postprocess kernel undoes it.
+    No data moves between threads, and the stores to shared memory are 16 bytes wide without bank conflicts, with 4 for
+    fp32 and 8 for 16 bits. The dQ accumulator keeps this order; the postprocess kernel undoes it.
     """
-    return x.reshape([64, N // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+    R: gl.constexpr = J if J * 8 <= N else N // 8
+    return x.reshape([64, N // (8 * R), R, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
 
 
 @gluon.jit

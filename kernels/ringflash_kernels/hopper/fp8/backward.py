@@ -25,13 +25,15 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     QueryOperands,
     add_rotated_back,
     parts,
+    rescale,
     statistics,
 )
-from ringflash_kernels.hopper.fp8.quantise import dequantised_q, quantise_and_measure_q, quantise_kv
+from ringflash_kernels.hopper.fp8.quantise import dequantised_kv, dequantised_q, quantise_and_measure_q, quantise_kv
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
+_KEYS_IN_16_BITS = 2**17
 _FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
 _KEYS = Launcher(backward_keys_fp8)
@@ -43,7 +45,8 @@ class Fp8Backward:
     Args:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
-        num_kv_heads: heads of the keys that `add` takes.
+        num_kv_heads: heads of the keys that `add` takes. num_keys: of all calls of `add` together, if known.
+        only_dq: if given, `add` is called once.
         row_max: as lse, the largest score of each row in natural units or a little more. Only for "fp8", in which P of
             long rows would otherwise round to 0.
     Raises:
@@ -64,6 +67,8 @@ class Fp8Backward:
         deterministic: bool = False,
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
+        num_keys: int | None = None,
+        only_dq: torch.Tensor | None = None,
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
@@ -71,11 +76,13 @@ class Fp8Backward:
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         if products == "bf16":
             self._pass: _Dequantised | _Products = _Dequantised(
-                dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic
+                dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic, only_dq is not None
             )
         else:
             with device_guard(q.device):
-                self._pass = _Products(dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max)
+                self._pass = _Products(
+                    dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max, num_keys
+                )
 
     def add(
         self,
@@ -89,7 +96,12 @@ class Fp8Backward:
     ) -> None:
         """Add the gradients of the visible pairs; see `api.BackwardPass`."""
         host.check_gradients(k, dk, dv, accumulate)
-        self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
+        if isinstance(self._pass, _Dequantised):
+            check_num_kv_heads(k, self.num_kv_heads)
+            with device_guard(dk.device):
+                self._pass.add_dequantised(*dequantised_kv(k, v), mask, dk, dv, accumulate)
+        else:
+            self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
 
     def add_records(
         self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
@@ -106,17 +118,13 @@ class Fp8Backward:
     def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return dq: see `api.BackwardPass`."""
         out = host.checked_dq(self.q, out)
-        dq = self._pass.dq.unflatten(0, (self.q.shape[0], -1)).transpose(1, 2)
         with device_guard(self.q.device):
-            scale = self.softmax_scale / self.q.shape[-1]
-            add_rotated_back(dq, out, scale, factor=self._pass.factor, interleaved=True)
+            self._pass.write_dq(out)
         return out
 
 
 class _Dequantised:
     """Gradients by the bf16 kernels, from the rotated and rounded q, k and v."""
-
-    factor = None
 
     def __init__(
         self,
@@ -127,25 +135,39 @@ class _Dequantised:
         softmax_scale: float,
         dlse: torch.Tensor | None,
         deterministic: bool,
+        only_hop: bool,
     ) -> None:
         scale = softmax_scale / dout.shape[-1]
         self.softmax_scale, self._lse = softmax_scale, lse
+        self._only_dq = torch.empty_like(q) if only_hop and q.shape[-1] == 256 else None
         self._backward = host.HopperBackward(
             dout.to(torch.bfloat16), q, out, lse, softmax_scale=scale, dlse=dlse,
-            deterministic=deterministic,
+            deterministic=deterministic, only_dq=self._only_dq,
         )  # fmt: skip
 
-    @property
-    def dq(self) -> torch.Tensor:
-        return self._backward.accumulated_dq()
+    def write_dq(self, out: torch.Tensor) -> None:
+        """Write dQ, rotated back."""
+        if self._only_dq is not None:  # of its own kernel, which writes what it has summed
+            add_rotated_back(self._backward.finish(self._only_dq), out, 1.0)
+        else:
+            scale = self.softmax_scale / out.shape[-1]
+            add_rotated_back(_by_rows(self._backward.accumulated_dq(), out), out, scale, interleaved=True)
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
-        rotated = torch.empty_like(dk, dtype=torch.float32, memory_format=torch.contiguous_format)
-        values = dv if dv.dtype == torch.float32 else torch.empty_like(rotated)
+        k, v = (cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v))
+        self.add_dequantised(k, v, mask, dk, dv, accumulate)
+
+    def add_dequantised(
+        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool
+    ) -> None:
+        """Compute `add` of the rotated k, and v."""
+        # A second rounding of dK to bf16 is small beside those to e4m3.
+        dtype = torch.float32 if accumulate or dk.dtype == torch.float16 else dk.dtype
+        rotated = torch.empty_like(dk, dtype=dtype, memory_format=torch.contiguous_format)
+        values = dv if dv.dtype == dtype else torch.empty_like(rotated)
         if accumulate:
             rotated.zero_()
-        k, v = (cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v))
         self._backward.add(k, v, mask, rotated, values, accumulate=accumulate)
         add_rotated_back(rotated, dk, 1.0, accumulate=accumulate)
         if values is not dv:
@@ -166,18 +188,23 @@ class _Products(host.HopperBackward):
         dlse: torch.Tensor | None,
         products: str,
         row_max: torch.Tensor | None,
+        num_keys: int | None,
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products = products
         self._rows, largest_q = quantise_and_measure_q(q)
         row_max = lse if products != "fp8" or row_max is None else row_max
-        rows, self.maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads)
+        in_16_bits = products == "fp8" and num_keys is not None and num_keys <= _KEYS_IN_16_BITS
+        dq_dtype = torch.float16 if in_16_bits else torch.float32
+        rows, maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype)
         q = q if q.stride(-1) == 1 else q.contiguous()
-        self.operands = QueryOperands(dout, q, rows, self.maxima, fp8_gradients=products == "fp8")
-        self.stats, self.factor = self.operands.stats, self.operands.factor
+        self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
+        self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
+        self.maxima = maxima if in_16_bits else None
         self.clock = q.new_empty(1, dtype=torch.int32)
         self._views = {}
+        self._added = False
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         """See `Fp8Backward.add_records`."""
@@ -189,6 +216,13 @@ class _Products(host.HopperBackward):
         with host.written(hop, dk, dv, accumulate, num_parts > 1, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
+
+    def write_dq(self, out: torch.Tensor) -> None:
+        """Write dQ, rotated back and with the factors of its rows."""
+        scale = self.softmax_scale / out.shape[-1]
+        add_rotated_back(
+            _by_rows(self.dq, out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
+        )  # fmt: skip
 
     def _launch(
         self,
@@ -208,7 +242,13 @@ class _Products(host.HopperBackward):
         num_works = num_tiles * num_groups
         fp8_gradients = self.products == "fp8"
         first = hop.k_start // BLOCK_K
-        keys = KeyOperands(records, head_dim, self.maxima, mode=self.products, softmax_scale=self.softmax_scale)
+        keys = KeyOperands(
+            records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
+            has_unit=self.maxima is not None,
+        )  # fmt: skip
+        if self.maxima is not None and self._added:
+            rescale(self.dq, self.maxima)
+        self._added = True
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
         if fp8_gradients:
             k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
@@ -219,7 +259,8 @@ class _Products(host.HopperBackward):
         # Gradients in 16 bits leave shared memory for K and V of a next tile.
         drawn = fp8_gradients and dk.dtype != torch.float32
         _KEYS(
-            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, accumulate),
+            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype,
+             accumulate),
             min(num_works, count_sms(dk.device)) if drawn else num_works,
             *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
             block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
@@ -249,6 +290,11 @@ class _Products(host.HopperBackward):
         else:
             q1, dout1 = (row_tile(cut(y, 1, rows), 64, head_dim) for y in (x.q1, x.dout1))
         return q8, q1, dout8, dout1
+
+
+def _by_rows(dq: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return dq (batch * num_heads, seqlen_q, head_dim) in the order of dimensions of `out`."""
+    return dq.unflatten(0, (out.shape[0], -1)).transpose(1, 2)
 
 
 def _key_tile(x: torch.Tensor, shape: tuple[int, int]) -> TensorDescriptor:

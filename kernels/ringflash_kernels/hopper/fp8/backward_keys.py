@@ -33,6 +33,7 @@ from ringflash_kernels.hopper.compat import (
     pairs_in_e4m3,
     reinterpret,
     settled,
+    start_of,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -205,12 +206,13 @@ def _dq_mma(sm, buffer, place, W: gl.constexpr):
 
 
 @gluon.jit
-def _stage_dq(sm, dq, scale, W: gl.constexpr):
+def _stage_dq(sm, desc, dq, scale, W: gl.constexpr):
     """Return the buffer of dQ for TMA, with dQ; e4m3 products of this tile get their scale."""
     staged = dq_staging(sm, W)
     if sm.FP8_GRADIENTS:
         dq *= scale
-    staged.store(interleave(dq, staged.shape[1]))
+        staged = start_of(staged, desc)
+    staged.store(interleave(dq, staged.shape[1], 4 * 32 // desc.dtype.primitive_bitwidth).to(desc.dtype))
     fence_async_shared()
     return staged
 
@@ -311,7 +313,7 @@ def _step(
     tma_store_wait(0)
     _store_ds(sm, sm.ds.index(current * 2 + W), ds)
     dq = warpgroup_mma_wait(1, deps=(dq,))
-    staged = _stage_dq(sm, dq, scales[3], W)
+    staged = _stage_dq(sm, dq_desc, dq, scales[3], W)
     mbarrier.arrive(sm.ds_full.index(current), count=1)
     tma_reduce_add(dq_desc, [dq_row, C // 2 * W], staged)
     if sm.FP8_GRADIENTS:  # registers of 8 bits cannot be named here (triton 3.6)
@@ -330,7 +332,7 @@ def _last_dq(sm, dq_desc, step, dq_row, scale, place, W: gl.constexpr):
     dq = _dq_mma(sm, last, place, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     tma_store_wait(0)
-    staged = _stage_dq(sm, dq, scale, W)
+    staged = _stage_dq(sm, dq_desc, dq, scale, W)
     tma_reduce_add(dq_desc, [dq_row, sm.SPLIT // 2 * W], staged)
 
 
@@ -524,9 +526,10 @@ def backward_keys_fp8(
         begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
     else:
         begins = begin
-    dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+    staging: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, D // 2], gl.float32)
+    dq = gl.allocate_shared_memory(gl.float32, [2, 64, D // 2], staging)  # dQ, dK and dV leave from it
     if FP8_GRADIENTS and KV_BUFFERS == 1:
-        spare = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+        spare = gl.allocate_shared_memory(gl.float32, [2, 64, D // 2], staging)
     else:
         spare = dq
     k0 = gl.allocate_shared_memory(k_desc.dtype, [2 * KV_BUFFERS] + k_desc.block_type.shape, k_desc.layout)

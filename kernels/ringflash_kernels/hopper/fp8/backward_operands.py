@@ -13,6 +13,14 @@ the largest weight of the heads that share a KV head, and w_i / W = a_i b_i is d
 P' is at most 2^8. g is chosen per tile of 128 keys so that dS' cannot exceed 448: |dO8_i V_j| <= 448 |V_j|. So no
 maxima are measured beforehand, and nothing saturates.
 
+Where the number of keys is known, and so small that a sum in 16 bits is as good as e4m3 (`backward`), dQ is added up in
+fp16: L2 adds half the bytes, in which it is the limit of the kernel otherwise. A sum is at most
+
+    2^8 max_i exp(lse_i - m_i) * (480 max_j |V_j| + max_i |delta'_i|) * max_j |K_j|
+
+with any part of the keys, since a_i <= 1. The unit of a KV head, a power of two, makes twice that 2^15 at most. A later
+hop with larger keys has a smaller unit, to which dQ is brought before.
+
 dQ_i is as precise as its own row of dS', whose smallest numbers e4m3 rounds to 0: a_i should be large. b_i may be as
 small as 2^-9, because numbers of dO8_i are about 448 / sqrt(head_dim). So b_i is w_i / W from 2^-9 on, with a_i = 1,
 then 2^-9, and below 2^-18 both are the square root. A row of a million equal keys has P' = 2^8 a_i like any other.
@@ -38,6 +46,8 @@ from ringflash_kernels.hopper.fp8.quantise import (
 )
 from ringflash_kernels.hopper.launcher import Launcher
 
+_RESCALE_PARTS = 8  # programs of a head
+_MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
 SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
 
 
@@ -47,7 +57,7 @@ def _statistics(
     num_heads, num_blocks, group,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -81,13 +91,15 @@ def _statistics(
     tl.store(at + 2 * padded, size)
     tl.store(at + 3 * padded, weight)
     # Values that are not finite must spoil only the rows that see them.
-    maxima_at = maxima_ptr + batch_head // group * 4
+    maxima_at = maxima_ptr + batch_head // group * MAXIMA
     tl.atomic_max(maxima_at, tl.max(tl.where(weight < float("inf"), weight, 0.0), 0))
     relative = tl.abs(relative)
     tl.atomic_max(maxima_at + 1, tl.max(tl.where(relative < float("inf"), relative, 0.0), 0))
     tl.atomic_max(maxima_at + 2, tl.load(largest_q_ptr + tl.program_id(0)))
+    total = tl.where(seen, tl.exp2((lse - largest) * 1.4426950408889634), 0.0)  # of the row's P, relative to exp(m)
+    tl.atomic_max(maxima_at + 3, tl.max(tl.where(total < float("inf"), total, 0.0), 0))
     dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
-    tl.store(dq_at, tl.zeros([ROWS, D], tl.float32), mask=loaded)
+    tl.store(dq_at, tl.zeros([ROWS, D], dq_ptr.dtype.element_ty), mask=loaded)
 
 
 @triton.jit
@@ -95,7 +107,7 @@ def _query_operands(
     dout_ptr, q_ptr, rows_ptr, maxima_ptr, dout8_ptr, dout1_ptr, q1_ptr, stats_ptr, factor_ptr, seqlen, padded,
     num_heads, num_blocks, group,
     dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
-    D: tl.constexpr, SMALLEST: tl.constexpr, FP8_GRADIENTS: tl.constexpr,
+    D: tl.constexpr, SMALLEST: tl.constexpr, FP8_GRADIENTS: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -122,7 +134,7 @@ def _query_operands(
     tl.store(dout8_ptr + flat, dout.to(tl.float8e4nv), mask=loaded)
     factor = size * (1.0 / 448.0)
     if FP8_GRADIENTS:
-        maxima_at = maxima_ptr + batch_head // group * 4
+        maxima_at = maxima_ptr + batch_head // group * MAXIMA
         total = tl.load(maxima_at)
         share = weight / tl.maximum(total, 1e-30)
         root = tl.sqrt(share)
@@ -144,10 +156,47 @@ def _query_operands(
 
 
 @triton.jit
+def _set_unit(
+    tail_ptr, maxima_ptr, num_blocks, num_kv_heads, tail_batch, tail_block, tail_head,
+    D: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
+    at = tail_ptr + batch.to(tl.int64) * tail_batch + head.to(tl.int64) * tail_head
+    block = tl.arange(0, 256)
+    k_scale, v_scale = tl.zeros([256], tl.float32), tl.zeros([256], tl.float32)
+    for first in range(0, num_blocks, 256):
+        number = (first + block).to(tl.int64)
+        inside = number < num_blocks
+        k_scale = tl.maximum(k_scale, tl.load(at + number * tail_block, mask=inside, other=0.0))
+        v_scale = tl.maximum(v_scale, tl.load(at + number * tail_block + 1, mask=inside, other=0.0))
+    maxima_at = maxima_ptr + tl.program_id(0) * MAXIMA
+    # Numbers of a scale are at most 448 times it.
+    of_v = 480.0 * 448.0 * (D**0.5) * tl.max(v_scale, 0) + tl.load(maxima_at + 1)
+    bound = 512.0 * 448.0 * tl.max(k_scale, 0) * tl.load(maxima_at + 3) * of_v
+    bound = tl.maximum(tl.load(maxima_at + 4), tl.minimum(bound, 3e38))
+    exponent = (bound.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23  # of the next power of two
+    unit = ((tl.minimum(tl.maximum(127 + 127 + 15 - exponent, 1), 254)) << 23).to(tl.float32, bitcast=True)
+    tl.store(maxima_at + 4, bound)
+    tl.store(maxima_at + 6, unit / tl.load(maxima_at + 5))
+    tl.store(maxima_at + 5, unit)
+
+
+@triton.jit
+def _rescale(dq_ptr, maxima_ptr, size, group, PARTS: tl.constexpr, MAXIMA: tl.constexpr):
+    batch_head = (tl.program_id(0) // PARTS).to(tl.int64)
+    ratio = tl.load(maxima_ptr + batch_head // group * MAXIMA + 6)
+    if ratio != 1.0:
+        for first in range(tl.program_id(0) % PARTS * 2048, size, PARTS * 2048):
+            at = first + tl.arange(0, 2048)
+            old = tl.load(dq_ptr + batch_head * size + at, mask=at < size, other=0.0)
+            tl.store(dq_ptr + batch_head * size + at, (old.to(tl.float32) * ratio).to(tl.float16), mask=at < size)
+
+
+@triton.jit
 def _key_operands(
     k8_ptr, v8_ptr, tail_ptr, maxima_ptr, k_ptr, v_ptr, tile_ptr, scale_log2, softmax_scale, num_blocks, num_kv_heads,
     of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
-    D: tl.constexpr, MODE: tl.constexpr,
+    D: tl.constexpr, MODE: tl.constexpr, HAS_UNIT: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
@@ -170,7 +219,7 @@ def _key_operands(
         of_dk = softmax_scale
         of_dv = 1.0
         if MODE == "fp8":
-            maxima_at = maxima_ptr + (batch * num_kv_heads + head) * 4
+            maxima_at = maxima_ptr + (batch * num_kv_heads + head) * MAXIMA
             total, delta, q = tl.load(maxima_at), tl.load(maxima_at + 1), tl.load(maxima_at + 2)
             size = tl.sqrt(tl.sum(v * v, 1))
             bound = (480.0 * tl.max(tl.where(size < float("inf"), size, 0.0), 0) + delta) * (256.0 / 448.0)
@@ -184,7 +233,10 @@ def _key_operands(
         tl.store(tile + 2, 1.0 / gain)
         tl.store(tile + 3, of_dk)
         tl.store(tile + 4, of_dv)
-        tl.store(tile + 5, k_scale * gain)
+        of_dq = k_scale * gain
+        if HAS_UNIT:
+            of_dq *= tl.load(maxima_at + 5)
+        tl.store(tile + 5, of_dq)
     if MODE == "fp8":
         turned = ((batch * num_blocks + block) * num_kv_heads + head) * D * 128 + tl.arange(0, D)[:, None] * 128
         tl.store(k_ptr + turned + position[None, :], tl.trans(k8))
@@ -194,9 +246,9 @@ def _key_operands(
 
 @gluon.jit
 def _rotate_back(
-    x, factor, out, scale, seqlen, padded, num_heads, num_blocks, x_b, x_s, x_h, out_b, out_s, out_h,
+    x, factor, unit, out, scale, seqlen, padded, num_heads, num_blocks, group, x_b, x_s, x_h, out_b, out_s, out_h,
     D: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_FACTOR: gl.constexpr,
-    ACCUMULATE: gl.constexpr, WARPS: gl.constexpr,
+    HAS_UNIT: gl.constexpr, ACCUMULATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     ADJACENT: gl.constexpr = max(4, D // 32)
     to: gl.constexpr = adjacent_layout(ROWS, D, WARPS, 8)
@@ -215,15 +267,19 @@ def _rotate_back(
         y = butterfly(y, 64)
     if D == 256:
         y = butterfly(y, 128)
-    if INTERLEAVED:  # columns (j, t, e) of each 32 are (t, j, e)
-        y = y.reshape([ROWS, D // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, D])
+    if INTERLEAVED:  # columns (j, t, e) of each 8 INTERLEAVED are (t, j, e)
+        y = y.reshape([ROWS, D // (8 * INTERLEAVED), 4, INTERLEAVED, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, D])
     y = gl.convert_layout(y, to)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, to))
     row = block * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, to))
     y = signed(y * scale, column, SIGNS)
     if HAS_FACTOR:
         of_head = factor + (batch * num_heads + head).to(gl.int64) * padded
-        y *= gl.load(of_head + row, mask=row < seqlen, other=0.0)[:, None]
+        of_row = gl.load(of_head + row, mask=row < seqlen, other=0.0)
+        if HAS_UNIT:
+            of_unit = gl.load(unit + (batch * num_heads + head) // group * 8)
+            of_row = of_row / gl.where(of_unit > 0.0, of_unit, 1.0)  # 0 if no key was visible
+        y *= of_row[:, None]
     at = out + batch.to(gl.int64) * out_b + head.to(gl.int64) * out_h + row[:, None].to(gl.int64) * out_s
     at += column[None, :]
     inside = (row < seqlen)[:, None] & (column < D)[None, :]
@@ -232,8 +288,8 @@ def _rotate_back(
     gl.store(at, y.to(out.dtype.element_ty), mask=inside)
 
 
-_STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS = (
-    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _key_operands)
+_STATISTICS, _QUERY_OPERANDS, _SET_UNIT, _RESCALE, _KEY_OPERANDS = (
+    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _set_unit, _rescale, _key_operands)
 )
 _WARPS = {64: 4, 128: 4, 256: 8}  # of a program of `_rotate_back`
 _ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
@@ -247,6 +303,7 @@ def statistics(
     row_max: torch.Tensor,
     largest_q: torch.Tensor,
     num_kv_heads: int,
+    dq_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
@@ -256,21 +313,22 @@ def statistics(
         largest_q: (batch, num_heads, blocks of 64 rows), fp32, of `quantise.quantise_and_measure_q`.
     Returns:
         rows: (batch * num_heads, 4, padded seqlen_q), fp32.
-        maxima: (batch * num_kv_heads, 4), fp32: W, the largest |delta'|, the largest |Q|.
-        dq: (batch * num_heads, seqlen_q, head_dim), fp32, zeros.
+        maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the
+            bound of dQ over all hops so far, its unit, and that as a share of the earlier one.
+        dq: (batch * num_heads, seqlen_q, head_dim), zeros.
     """
     batch, seqlen, num_heads, head_dim = out.shape
     num_blocks = -(-seqlen // BLOCK_Q)
     rows = out.new_empty(batch * num_heads, 4, num_blocks * BLOCK_Q, dtype=torch.float32)
-    maxima = out.new_zeros(batch * num_kv_heads, 4, dtype=torch.float32)
-    dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
+    maxima = out.new_zeros(batch * num_kv_heads, _MAXIMA, dtype=torch.float32)
+    dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=dq_dtype)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _STATISTICS(
-        (head_dim, has_dlse), num_blocks * batch * num_heads,
+        (head_dim, has_dlse, dq_dtype), num_blocks * batch * num_heads,
         out, dout, lse, dlse, row_max, largest_q, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
         num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
-        *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse,
+        *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse, MAXIMA=_MAXIMA,
     )  # fmt: skip
     return rows, maxima, dq
 
@@ -299,6 +357,7 @@ class QueryOperands:
             dout, q, rows, maxima, self.dout8, self.dout1, self.q1, self.stats, self.factor, seqlen, padded,
             num_heads, padded // BLOCK_Q, batch * num_heads // maxima.shape[0], *dout.stride()[:3], *q.stride()[:3],
             D=head_dim, SMALLEST=SMALLEST_FACTOR, FP8_GRADIENTS=fp8_gradients,
+            MAXIMA=_MAXIMA,
         )  # fmt: skip
 
 
@@ -312,7 +371,14 @@ class KeyOperands:
     """
 
     def __init__(
-        self, records: torch.Tensor, head_dim: int, maxima: torch.Tensor, *, mode: str, softmax_scale: float
+        self,
+        records: torch.Tensor,
+        head_dim: int,
+        maxima: torch.Tensor,
+        *,
+        mode: str,
+        softmax_scale: float,
+        has_unit: bool = False,
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
         shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
@@ -323,11 +389,25 @@ class KeyOperands:
         self.v = records.new_empty(shape, dtype=torch.bfloat16) if mode == "bf16" else self.k
         self.scales = records.new_empty(batch, num_kv_heads, num_blocks, SCALES, dtype=torch.float32)
         k8, v8, tail = parts(records, head_dim)
+        if has_unit:
+            _SET_UNIT(
+                (head_dim,), batch * num_kv_heads, tail, maxima, num_blocks, num_kv_heads, *tail.stride()[:3],
+                D=head_dim, MAXIMA=_MAXIMA,
+            )  # fmt: skip
         _KEY_OPERANDS(
-            (head_dim, mode), batch * num_blocks * num_kv_heads,
+            (head_dim, mode, has_unit), batch * num_blocks * num_kv_heads,
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
             softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode,
+            HAS_UNIT=has_unit, MAXIMA=_MAXIMA,
         )  # fmt: skip
+
+
+def rescale(dq: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Bring dQ of earlier hops to the unit of the last one. dq: (batch * num_heads, seqlen_q, head_dim), fp16."""
+    _RESCALE(
+        (), _RESCALE_PARTS * dq.shape[0], dq, maxima, dq.shape[1] * dq.shape[2], dq.shape[0] // maxima.shape[0],
+        PARTS=_RESCALE_PARTS, MAXIMA=_MAXIMA,
+    )  # fmt: skip
 
 
 def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -344,22 +424,26 @@ def add_rotated_back(
     scale: float,
     *,
     factor: torch.Tensor | None = None,
+    maxima: torch.Tensor | None = None,
     interleaved: bool = False,
     accumulate: bool = False,
 ) -> None:
     """Write head_dim * scale * factor * rotate_back(x) to out, or add it.
 
     Args:
-        x: (batch, seqlen, num_heads, head_dim), fp32. interleaved: its columns have the order of the dQ accumulator.
-        factor: (batch * num_heads, padded seqlen), one for each row.
+        x: (batch, seqlen, num_heads, head_dim). interleaved: its columns have the order of the dQ accumulator.
+        factor: (batch * num_heads, padded seqlen), one for each row. maxima: of `statistics`, if x has a unit.
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape
     num_blocks, warps = -(-seqlen // BLOCK_Q), _WARPS[head_dim]
     given = x if factor is None else factor
+    unit = given if maxima is None else maxima[:, 5:]
+    group = 1 if maxima is None else batch * num_heads // maxima.shape[0]
+    order = 0 if not interleaved else 8 if x.dtype != torch.float32 and head_dim >= 128 else 4
     _ROTATE_BACK[warps](
-        (head_dim, factor is None, interleaved, accumulate), num_blocks * num_heads * batch,
-        x, given, out, scale, seqlen, given.shape[1], num_heads, num_blocks, *x.stride()[:3], *out.stride()[:3],
-        D=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, INTERLEAVED=interleaved, HAS_FACTOR=factor is not None,
-        ACCUMULATE=accumulate, WARPS=warps,
+        (head_dim, factor is None, maxima is None, order, x.dtype, accumulate), num_blocks * num_heads * batch,
+        x, given, unit, out, scale, seqlen, given.shape[1], num_heads, num_blocks, group, *x.stride()[:3],
+        *out.stride()[:3], D=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, INTERLEAVED=order, HAS_FACTOR=factor is not None,
+        HAS_UNIT=maxima is not None, ACCUMULATE=accumulate, WARPS=warps,
     )  # fmt: skip

@@ -154,11 +154,11 @@ def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: g
 def quantise_rows(
     x, values, scales, largest, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
     COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, DEQUANTISED: gl.constexpr, LARGEST: gl.constexpr,
-    WARPS: gl.constexpr,
+    WARPS: gl.constexpr, ROTATED: gl.constexpr = True,
 ):  # fmt: skip
     """Quantise q of one block and head; store it in e4m3 with its scale, or DEQUANTISED, which bf16 holds exactly.
 
-    LARGEST: store the largest finite value before the rotation, too.
+    LARGEST: store the largest finite value before the rotation, too. K and V, which is not ROTATED: only DEQUANTISED.
     """
     layout: gl.constexpr = adjacent_layout(ROWS, COLUMNS, WARPS, 8)
     head = gl.program_id(0) % num_heads
@@ -170,7 +170,10 @@ def quantise_rows(
         if found == float("inf"):
             found = largest_of(gl.where(gl.abs(q) < float("inf"), q, 0.0))
         gl.store(largest + (batch * num_heads + head) * num_blocks + block, found)
-    q, found = rotated(q, column, SIGNS, WARPS)
+    if ROTATED:
+        q, found = rotated(q, column, SIGNS, WARPS)
+    else:
+        found = largest_of(q)
     q, biased = with_exponent(q, found)
     to: gl.constexpr = layout if DEQUANTISED else adjacent_layout(ROWS, COLUMNS, WARPS, 16)
     q = gl.convert_layout(rounded(q, biased), to)
@@ -290,25 +293,41 @@ def _of_blocks(q: torch.Tensor) -> torch.Tensor:
 
 def dequantised_q(q: torch.Tensor) -> torch.Tensor:
     """Return `quantise_q` of q times its scales, still rotated: (batch, seqlen_q, num_heads, head_dim), bf16, exact."""
-    values = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
-    _quantise_rows(q, values, None)
+    return _dequantised(q, BLOCK_Q, rotated=True)
+
+
+def dequantised_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rounded k, still rotated, and v of `quantise_kv` as `dequantised_q` does."""
+    return _dequantised(k, BLOCK_K, rotated=True), _dequantised(v, BLOCK_K, rotated=False)
+
+
+def _dequantised(x: torch.Tensor, rows: int, *, rotated: bool) -> torch.Tensor:
+    values = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    _quantise_rows(x, values, None, rows=rows, rotated=rotated)
     return values
 
 
 def _quantise_rows(
-    q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor | None, largest: torch.Tensor | None = None
+    q: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    largest: torch.Tensor | None = None,
+    *,
+    rows: int = BLOCK_Q,
+    rotated: bool = True,
 ) -> None:
     """Write values and scales of q, and its largest values; without `scales`, values times scales."""
     q = _with_unit_stride(q)
     batch, seqlen, num_heads, head_dim = q.shape
-    num_blocks, warps, dequantised = -(-seqlen // BLOCK_Q), _WARPS[head_dim], scales is None
+    num_blocks, dequantised = -(-seqlen // rows), scales is None
+    warps = _WARPS[head_dim] if rows == BLOCK_Q else _KEY_WARPS[head_dim]
     with device_guard(q.device):
         _ROWS[warps](
-            (head_dim, dequantised, largest is None), num_blocks * num_heads * batch,
+            (head_dim, dequantised, largest is None, rows, rotated), num_blocks * num_heads * batch,
             q, values, values if scales is None else scales, values if largest is None else largest, seqlen, num_heads,
             num_blocks, *q.stride()[:3], *values.stride()[:3],
-            COLUMNS=head_dim, ROWS=BLOCK_Q, SIGNS=SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
-            WARPS=warps,
+            COLUMNS=head_dim, ROWS=rows, SIGNS=SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
+            WARPS=warps, ROTATED=rotated,
         )  # fmt: skip
 
 
