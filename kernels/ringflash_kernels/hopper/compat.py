@@ -30,6 +30,7 @@ __all__ = [
     "arrive_after",
     "e4m3_of_bits",
     "fence_async_shared",
+    "given",
     "gl",
     "gluon",
     "largest_of_rows",
@@ -100,6 +101,12 @@ def settled(x):
     if MANY_ADDRESSES:
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
     return x
+
+
+@gluon.jit
+def given(x):
+    """Return the fp32 tensor x, to which a product adds; ptxas would end an earlier product before it sets x."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], gl.float32, is_pure=False, pack=1)
 
 
 @builtin
