@@ -218,7 +218,7 @@ def begin_checked_backward(
     if impl in _ROUNDED:
         options = {"num_kv_heads": num_kv_heads, "products": _ROUNDED[impl], "row_max": row_max}
         if impl.startswith("hopper"):
-            options |= {"num_keys": num_keys, "only_dq": only_dq}
+            options["num_keys"] = num_keys
     elif impl == "hopper":
         options = {"only_dq": only_dq}
     begin = kernels_of(impl).begin_backward

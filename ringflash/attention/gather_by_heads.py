@@ -125,26 +125,28 @@ class HeadGather(GatherCall):
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
-                arrived = work.gathered.publish(k, v, self.impl, self.number)
-            run_units(work, arrived, watched, in_order)
+                markers = work.gathered.publish(k, v, self.impl, self.number)
+            run_units(work, *markers, watched, in_order)
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
 
 
-def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+def run_units(
+    work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
     For each unit, in this order: the kernel, the pull of the next unit, and in a backward the return of its gradients,
     which comes after that pull because messages keep their order.
 
     Args:
-        arrived: arrival of the first unit's K/V, from `GatheredKV.publish`.
+        start, arrived: from `GatheredKV.publish`.
         watched: the call as the watchdog sees it.
         in_order: start a unit only after the previous one has ended.
     """
     units, last = work.sizes.units, len(work.sizes.units) - 1
-    run = UnitRun(work, arrived, watched, in_order)
+    run = UnitRun(work, start, arrived, watched, in_order)
     for index, unit in enumerate(units):
         needed = run.prerequisites(index, unit)
         if index == last:  # before the last kernel, which may leave no SM to the barrier
@@ -175,9 +177,11 @@ class UnitRun:
         dq_casts: ends of these casts.
     """
 
-    def __init__(self, work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+    def __init__(
+        self, work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+    ) -> None:
         self.work, self.gathered, self.memory, self.watched = work, work.gathered, work.call.memory, watched
-        self.start, self.arrived, self.in_order = self.memory.mark(), arrived, in_order
+        self.start, self.arrived, self.in_order = start, arrived, in_order
         self.to_pull = iter(work.sizes.travelling[1:])
         self.computed: list[Marker] = []
         self.last_in_lane: dict[str, Marker] = {}

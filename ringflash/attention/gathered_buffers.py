@@ -195,24 +195,26 @@ class GatheredKV:
         """
         return len(self.sizes.blocks) == 1
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> Marker:
+    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> tuple[Marker, Marker]:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from.
 
         The first unit is pulled at once. Its section of large K and V is written before the others, so that it travels
         meanwhile.
 
         Returns:
-            arrival of the first unit. The others may be pulled after all this work.
+            end of this work, after which the others may be pulled, and arrival of the first unit.
         """
         self.memory.step(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
-        arrived = self.pull(self.sizes.travelling[0], self.memory.mark(), [])
+        start = self.memory.mark()
+        arrived = self.pull(self.sizes.travelling[0], start, [])
         if len(self.sizes.published) > 1:
             self._publish(k, v, impl, 1)
             self.memory.barrier(PUBLISHED)
-        return arrived
+            start = self.memory.mark()
+        return start, arrived
 
     def _publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
         heads, operands = self.sizes.published[part], self.sizes.operands

@@ -71,7 +71,8 @@ class Tape:
             for step in self.steps:
                 step(now)
         finally:
-            memory.enter(caller)
+            if memory.current() is not caller:
+                memory.enter(caller)
         return tuple([now.tensors[slot] for slot in self.results])  # type: ignore[misc]
 
 

@@ -30,7 +30,6 @@ def _gradients(
     whole_groups: bool = False,
     promote: int = 128,
     num_sms: int = 2,
-    only: bool = False,
 ):
     """dq, dk, dv of the kernels and of the specification: added to, or overwritten in the dtype `stored`."""
     q, k, v, dout = inputs(mask, shape)
@@ -41,7 +40,7 @@ def _gradients(
     if whole_groups:
         module.host._MANY_TILES = module.host.SMS = 1
     results = []
-    for run in _passes(module, q, k, v, dout, mask, products, dlse, only=only):
+    for run in _passes(module, q, k, v, dout, mask, products, dlse):
         dk, dv = (torch.full(x.shape, 0.5, dtype=stored or torch.float32) for x in (k, v))
         with cuda_properties(num_sms):
             run.add(k, v, mask, dk, dv, accumulate=stored is None)
@@ -49,7 +48,7 @@ def _gradients(
     return results
 
 
-def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None, num_keys: int | None = 0, only=False) -> list:
+def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None, num_keys: int | None = 0) -> list:
     """Begin a backward by the kernels, and by the specification; out and lse are the latter's."""
     module.quantise_kv, scale = fp8_reference.quantise_kv, q.shape[-1] ** -0.5
     out, (lse, row_max) = torch.empty_like(q), torch.empty(2, q.shape[0], q.shape[2], q.shape[1])
@@ -58,7 +57,7 @@ def _passes(module, q, k, v, dout, mask: Mask, products: str, dlse=None, num_key
     if dlse is not None:
         options["dlse"] = dlse
     return [
-        module.Fp8Backward(dout, q, out, lse, num_keys=num_keys, only_dq=q if only else None, **options),
+        module.Fp8Backward(dout, q, out, lse, num_keys=num_keys, **options),
         fp8_reference.Fp8ReferenceBackward(dout, q, out, lse, **options),
     ]
 
@@ -100,11 +99,9 @@ def test_size_of_dq(size, num_keys):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["causal, ragged", "rectangle inside"])
-@pytest.mark.parametrize("only", [False, True])
-def test_products_in_bf16(mask, head_dim, only):
-    """Also if one hop is promised, where dK and dV are stored in bf16."""
-    stored = torch.bfloat16 if only else None
-    _assert_equal(*_gradients(MASKS[mask], Shape(head_dim), "bf16", stored=stored, only=only))
+@pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=["added", "bf16"])
+def test_products_in_bf16(mask, head_dim, stored):
+    _assert_equal(*_gradients(MASKS[mask], Shape(head_dim), "bf16", stored=stored))
 
 
 @pytest.mark.parametrize("products", fp8_reference.PRODUCTS)

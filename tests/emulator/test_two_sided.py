@@ -164,7 +164,8 @@ def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
 def _in_parts(emulator: Emulator) -> Emulator:
     """Let walks of more than two blocks be cut into parts of one, under any mask."""
     host = emulator.load("backward.host")
-    host._PART_BLOCKS, host._is_cut = 1, lambda *_: True
+    host._PART_BLOCKS = host._EARLY_PART_BLOCKS = 1
+    host._is_cut = lambda *_: True
     return emulator
 
 

@@ -25,12 +25,13 @@ class ViewCache:
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
-        if key not in self._entries:
-            made = make()  # may drop other entries
+        known = self._entries.get(key)
+        if known is None:
+            known = make(), areas  # may drop other entries
             if len(self._entries) == _MAX_CACHED:
                 del self._entries[next(iter(self._entries))]
-            self._entries[key] = made, areas
-        return cast(T, self._entries[key][0])
+            self._entries[key] = known
+        return cast(T, known[0])
 
     def has(self, key: Hashable) -> bool:
         """Return True if there is an entry of this key."""

@@ -47,6 +47,7 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # Under a window, long walks go from document to document, each at its own pace. In parts that are launched near the
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
+_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -169,6 +170,10 @@ class HopperBackward:
         separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if grouped < separate else 1
 
+    def _is_early(self, hop: HopRectangle) -> bool:
+        """Return whether CTAs of `backward_keys` draw their tiles: under a window only, since others lost 0 to 3%."""
+        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
+
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
         """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
 
@@ -255,7 +260,7 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = hop.two_sided and not (self.ordered or tiles.rest)  # in two pieces it would spill
+            early = self._is_early(hop)
             _KEYS(
                 variant, min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
@@ -336,8 +341,10 @@ class HopperBackward:
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
-            walk, down = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), False
-            together = _largest_divisor(num_groups, _PARTS_TOGETHER)
+            early = self._is_early(hop)
+            part, most = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            walk, down = walks(side, device, rows, block_n, 64, part=part), False
+            together = _largest_divisor(num_groups, most)
         return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:

@@ -46,7 +46,6 @@ class Fp8Backward:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim). lse, dlse: (batch, num_heads, seqlen_q), fp32.
         products: a key of `fp8_reference.PRODUCTS`.
         num_kv_heads: heads of the keys that `add` takes. num_keys: of all calls of `add` together, if known.
-        only_dq: if given, `add` is called once.
         row_max: as lse, the largest score of each row in natural units or a little more. Only for "fp8", in which P of
             long rows would otherwise round to 0.
     Raises:
@@ -68,7 +67,6 @@ class Fp8Backward:
         products: str = "bf16",
         row_max: torch.Tensor | None = None,
         num_keys: int | None = None,
-        only_dq: torch.Tensor | None = None,
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
         check_row_max(products, row_max)
@@ -76,7 +74,7 @@ class Fp8Backward:
         dout, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, out))
         if products == "bf16":
             self._pass: _Dequantised | _Products = _Dequantised(
-                dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic, only_dq is not None
+                dout, dequantised_q(q), out, lse, softmax_scale, dlse, deterministic
             )
         else:
             with device_guard(q.device):
@@ -135,23 +133,18 @@ class _Dequantised:
         softmax_scale: float,
         dlse: torch.Tensor | None,
         deterministic: bool,
-        only_hop: bool,
     ) -> None:
         scale = softmax_scale / dout.shape[-1]
         self.softmax_scale, self._lse = softmax_scale, lse
-        self._only_dq = torch.empty_like(q) if only_hop and q.shape[-1] == 256 else None
         self._backward = host.HopperBackward(
             dout.to(torch.bfloat16), q, out, lse, softmax_scale=scale, dlse=dlse,
-            deterministic=deterministic, only_dq=self._only_dq,
+            deterministic=deterministic,
         )  # fmt: skip
 
     def write_dq(self, out: torch.Tensor) -> None:
         """Write dQ, rotated back."""
-        if self._only_dq is not None:  # of its own kernel, which writes what it has summed
-            add_rotated_back(self._backward.finish(self._only_dq), out, 1.0)
-        else:
-            scale = self.softmax_scale / out.shape[-1]
-            add_rotated_back(_by_rows(self._backward.accumulated_dq(), out), out, scale, interleaved=True)
+        scale = self.softmax_scale / out.shape[-1]
+        add_rotated_back(_by_rows(self._backward.accumulated_dq(), out), out, scale, interleaved=True)
 
     def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)

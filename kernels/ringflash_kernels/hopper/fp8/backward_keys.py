@@ -27,6 +27,7 @@ from ringflash_kernels.hopper.backward.problem import (
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
+    given,
     gl,
     gluon,
     mbarrier,
@@ -267,10 +268,15 @@ def _step(
     # S^T = K Q^T and dP^T = V dO^T
     if not problem.TWO_SIDED:
         s_scale = gl.load(scale_ptr + block) * scales[0]
-    take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
+    if sm.FP8_GRADIENTS:  # from -delta on, which then needs no registers; with bf16 operands ptxas would spill more
+        reference = stats.slice(0, 1, dim=0).load(s_layout)  # behind the products it would wait for them
+        dp = given((stats.slice(1, 1, dim=0).load(s_layout) * scales[2]).broadcast_to([64, 64]))
+    else:
+        dp = zeros
+    take_turn(step, W)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=sm.FP8_GRADIENTS, is_async=True)
 
     if problem.TWO_SIDED:
         number = receive_number(sm.begin.index(slot))
@@ -279,7 +285,8 @@ def _step(
         s_scale = gl.load(scale_ptr + block) * scales[0]
 
     # P = exp(S - reference of the row)
-    reference = stats.slice(0, 1, dim=0).load(s_layout)
+    if not sm.FP8_GRADIENTS:
+        reference = stats.slice(0, 1, dim=0).load(s_layout)
     s = warpgroup_mma_wait(1, deps=(s,))
     if sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
@@ -296,7 +303,10 @@ def _step(
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * s_scale - reference)
     p_operand = _as_operand(p, sm)
-    delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
+    if sm.FP8_GRADIENTS:
+        p *= scales[1]
+    else:
+        delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
     if not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 
@@ -307,7 +317,10 @@ def _step(
     dq = _dq_mma(sm, last, place, W)
 
     # dS = P (dP - delta), dK += dS^T Q
-    ds = p * (dp * scales[1] - delta)
+    if sm.FP8_GRADIENTS:
+        ds = p * dp
+    else:
+        ds = p * (dp * scales[1] - delta)
     ds_operand = _as_operand(ds, sm)
     dk = warpgroup_mma(ds_operand, _second(sm, sm.q1.index(slot)), dk, is_async=True)
     tma_store_wait(0)

@@ -48,7 +48,9 @@ from ringflash_kernels.hopper.launcher import Launcher
 
 _RESCALE_PARTS = 8  # programs of a head
 _MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
-SCALES = 8  # fp32 scales of a tile: of S, dP, delta, dK, dV and dQ; the rest is unused
+SCALES = (
+    8  # fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ; the rest is unused
+)
 
 
 @triton.jit
@@ -230,7 +232,7 @@ def _key_operands(
         tile = tile_ptr + ((batch * num_kv_heads + head) * num_blocks + block) * 8
         tl.store(tile, k_scale * scale_log2)
         tl.store(tile + 1, v_scale / gain)
-        tl.store(tile + 2, 1.0 / gain)
+        tl.store(tile + 2, -1.0 / v_scale if MODE == "fp8" else 1.0)
         tl.store(tile + 3, of_dk)
         tl.store(tile + 4, of_dv)
         of_dq = k_scale * gain
