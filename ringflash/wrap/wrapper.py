@@ -248,7 +248,7 @@ def _may_call_attention(layer: nn.Module) -> bool:
 @functools.cache
 def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose entry methods run inside an interception. FSDP2 changes a module's class the same way."""
-    entries = {name: _intercepted(name, getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
+    entries = {name: _intercepted(cls, name) for name in ENTRIES if hasattr(cls, name)}
     return type(cls.__name__, (cls,), {**entries, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
@@ -288,15 +288,17 @@ def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
     return [cut for cut in found if cut is not None]
 
 
-def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _intercepted(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return a method that runs that of a class, as it is at the call, inside an interception."""
+
+    @functools.wraps(getattr(cls, name))
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_state
         compared = name == "forward" and self._ringflash_is_root and _is_on_ring(state)  # steps: by the strategy
         if compared:
             self._ringflash_forwards.begin(self, state.options, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
-            result = method(self, *args, **kwargs)
+            result = getattr(cls, name)(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
         if compared:

@@ -636,6 +636,22 @@ def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
 
 
 @on_ranks(2)
+def test_forward_patched_later_is_called(ctx: Context) -> None:
+    """The class of a layer is patched after the first module with such layers was wrapped."""
+    shard, positions = own.shard(ctx)
+    ring, whole = (own.build(own.Model, **MODELS["rotary"]) for _ in range(2))
+    ringflash.wrap_attention(ring, ctx.group)
+    ring(shard, positions)
+    cls = type(whole.blocks[0])
+    forward = cls.forward
+    with mock.patch.object(cls, "forward", lambda block, *given: forward(block, *given) / 2):
+        want = whole(own.tokens(), torch.arange(own.LENGTH))
+        later = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+        for module in (ring, later):
+            assert_close(module(shard, positions), ringflash.shard_sequence(want, ctx.group))
+
+
+@on_ranks(2)
 def test_evaluations_compare_ranks(ctx: Context) -> None:
     """Sequences and parameters of evaluations; and in training a rank that has stayed in evaluation mode."""
     model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
