@@ -22,7 +22,7 @@ from tests.recipes import launching
 
 def test_rows_and_figures(tmp_path: Path) -> None:
     file = tmp_path / "ring.json"
-    arguments = ("--toy", "--probes", "--rounds", "2", "--sample-ms", "1", "--json", file)
+    arguments = ("--toy", "--probes", "--rounds", "2", "--json", file)
     launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
     written = json.loads(file.read_text())
     assert written["ranks"] == 2 and "torch" in written["environment"]

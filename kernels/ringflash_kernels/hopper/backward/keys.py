@@ -169,16 +169,18 @@ def _load(
         if sm.EARLY:
             _hand_on(drawn_ptr, index)
         mbarrier.expect(full, 4 * nbytes)
-        for half in gl.static_range(2):
-            tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
-            if R:
-                tma_load(v1_desc, [batch, kv_head, key + half * 64, C], full, sm.v1.index(half))
         if sm.EARLY:
+            for half in gl.static_range(2):
+                tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
             mbarrier.wait(sm.kv_empty.index(1), (round & 1) ^ 1)
         for half in gl.static_range(2):
-            tma_load(k0_desc, [batch, kv_head, key + half * 64, 0], full, sm.k0.index(half))
+            row = key + half * 64
+            tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
+            if not sm.EARLY:
+                tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
             if R:
-                tma_load(k1_desc, [batch, kv_head, key + half * 64, C], full, sm.k1.index(half))
+                tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
+                tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
         if start < stop:  # the block of zeros that precedes the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
@@ -639,11 +641,11 @@ def backward_keys(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2 if EARLY else 1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(2 if EARLY else 1):
         mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
