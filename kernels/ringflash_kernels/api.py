@@ -152,19 +152,19 @@ def attention_forward(
 
 
 def begin_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     impl: str,
     num_kv_heads: int | None = None,
     softmax_scale: float | None = None,
-    dlse: torch.Tensor | None = None,
+    dlse: Tensor | None = None,
     deterministic: bool = False,
-    row_max: torch.Tensor | None = None,
+    row_max: Tensor | None = None,
     num_keys: int | None = None,
-    only_dq: torch.Tensor | None = None,
+    only_dq: Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
@@ -195,19 +195,19 @@ def begin_backward(
 
 
 def begin_checked_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     impl: str,
     num_kv_heads: int,
     softmax_scale: float,
-    dlse: torch.Tensor | None,
+    dlse: Tensor | None,
     deterministic: bool,
-    row_max: torch.Tensor | None,
+    row_max: Tensor | None,
     num_keys: int | None = None,
-    only_dq: torch.Tensor | None = None,
+    only_dq: Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass as `begin_backward` does, with inputs that the caller has checked.
 

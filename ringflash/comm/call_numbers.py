@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.comm.commands import Command, copy_command, write_command
 from ringflash.comm.cuda_graphs import capturing
@@ -72,9 +73,9 @@ class _Unread(NamedTuple):
 
     arrival: Marker
     call: CallNumber
-    words: torch.Tensor  # on the host
+    words: Tensor  # on the host
     senders: Sequence[int]
-    unused: list[torch.Tensor] | None  # takes the words back
+    unused: list[Tensor] | None  # takes the words back
 
 
 class _Calls:
@@ -149,15 +150,15 @@ def begin(group: dist.ProcessGroup | None) -> int:
     return calls.count
 
 
-def word_in(area: torch.Tensor) -> torch.Tensor:
+def word_in(area: Tensor) -> Tensor:
     """Return the word of the call in the header of an area, as a view: (1,), int64."""
     return area[:8].view(torch.int64)
 
 
 # Host memory for words, by their number and the kind of device; that of calls which have been compared is used again.
 # None is given back to torch, which does not know of the driver's copies to it.
-_unused_words: defaultdict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
-_host_words: list[torch.Tensor] = []
+_unused_words: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
+_host_words: list[Tensor] = []
 
 
 class Words:
@@ -169,12 +170,12 @@ class Words:
         device: device of K/V.
     """
 
-    def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
+    def __init__(self, own: Tensor, senders: Sequence[int], device: torch.device) -> None:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
         self.unused = _unused_words[len(self.senders), device.type]
 
-    def arrival_of(self, sender: int) -> torch.Tensor:
+    def arrival_of(self, sender: int) -> Tensor:
         """Return the memory at which a peer's word arrives: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]
@@ -188,7 +189,7 @@ class Words:
         """Return `write` as commands for the driver."""
         return [write_command(stream, self.own.data_ptr())]
 
-    def for_host(self, call: CallNumber) -> torch.Tensor | None:
+    def for_host(self, call: CallNumber) -> Tensor | None:
         """Return host memory for the arriving words; None if there are none to compare."""
         device = self.arrived.device
         if not self.senders or not call.value or capturing(device):
@@ -199,12 +200,12 @@ class Words:
         _host_words.append(made)
         return made
 
-    def send_to_host(self, on_host: torch.Tensor) -> None:
+    def send_to_host(self, on_host: Tensor) -> None:
         """Copy the words that have arrived on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
 
     def expect(
-        self, group: dist.ProcessGroup, members: Sequence[int], call: CallNumber, arrival: Marker, on_host: torch.Tensor
+        self, group: dist.ProcessGroup, members: Sequence[int], call: CallNumber, arrival: Marker, on_host: Tensor
     ) -> None:
         """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
 
@@ -214,7 +215,7 @@ class Words:
         senders = [members[sender] if members else sender for sender in self.senders]
         expect(group, arrival, call, on_host, senders, self.unused)
 
-    def send_commands(self, on_host: torch.Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
+    def send_commands(self, on_host: Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
         """Return `send_to_host` as commands for the driver."""
         return [copy_command(stream, 0, self.arrived.data_ptr(), self.arrived.nbytes, index_of(on_host))]
 
@@ -223,9 +224,9 @@ def expect(
     group: dist.ProcessGroup,
     arrival: Marker,
     call: CallNumber,
-    words: torch.Tensor,
+    words: Tensor,
     senders: Sequence[int],
-    unused: list[torch.Tensor] | None = None,
+    unused: list[Tensor] | None = None,
 ) -> None:
     """Queue the words of a call for comparison once they have arrived.
 

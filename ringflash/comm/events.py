@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
+from torch import Tensor
 
 
 class ReusedEvent:
@@ -39,6 +40,6 @@ def new_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     return event
 
 
-def address_of(thing: ReusedEvent | torch.Tensor) -> int:
+def address_of(thing: ReusedEvent | Tensor) -> int:
     """Return the handle of an event, or the address of a tensor."""
-    return thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.cuda_event
+    return thing.data_ptr() if isinstance(thing, Tensor) else thing.cuda_event

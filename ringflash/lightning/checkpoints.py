@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import callbacks
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
@@ -165,7 +166,7 @@ def _described(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _described(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, DTensor):
         yield name, _SHARDED
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, Tensor):
         yield name, f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
     else:
         plain = isinstance(value, str | bytes | int | float | complex | None)

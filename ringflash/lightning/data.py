@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ringflash.comm.agreement import READ_TIMEOUT, gather, raising_together
@@ -320,7 +321,7 @@ class TokenData(SequenceData):
         added = {"tokens": self.files.header.fingerprint, "held_out_percent": self.held_out_percent, "order": ORDER}
         return {**super().identity(), **added}
 
-    def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
+    def _sequences(self, documents: Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
         cp_rank = strategy.cp_mesh.get_local_rank()
         return TokenSequences(
             self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank, layout=strategy.layout

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.comm.comparison import gather_values
 from ringflash.sequence.layout import chunks_of_rank
@@ -205,7 +206,7 @@ class Session:
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
-    def _beyond(self, spans: dict[int, torch.Tensor], *, ring: bool) -> list[int]:
+    def _beyond(self, spans: dict[int, Tensor], *, ring: bool) -> list[int]:
         """Return the positions outside all spans that the changed tokens reach.
 
         If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
@@ -220,7 +221,7 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
-    def _spans(self) -> dict[int, torch.Tensor]:
+    def _spans(self) -> dict[int, Tensor]:
         """Return the positions to change, and which positions each may reach.
 
         With a causal mask: the last token of every document, which no other token sees, and the middle of the first

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
@@ -284,7 +284,7 @@ class _Forwards:
 
 def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
     """Return the cuts of those arguments of a forward that are known to be shards."""
-    found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
+    found = (find_cut(x) for x in given if isinstance(x, Tensor))
     return [cut for cut in found if cut is not None]
 
 

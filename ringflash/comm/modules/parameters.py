@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
@@ -29,7 +29,7 @@ class EqualParameters:
         self._num_forwards = {True: 0, False: 0}
         self._sums: dict[str, int] = {}
 
-    def begin(self, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    def begin(self, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
         """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
         self._num_forwards[torch.is_grad_enabled()] += 1
         self._sums = {}
@@ -67,7 +67,7 @@ class EqualParameters:
 
     def compare(
         self,
-        named: Iterable[tuple[str, torch.Tensor]],
+        named: Iterable[tuple[str, Tensor]],
         group: dist.ProcessGroup | None,
         cuts: Callable[[], list[tuple[int, str]]] = list,
         layout: str = "",
@@ -102,18 +102,18 @@ class EqualParameters:
             )
 
 
-def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield parameters by name, without those inside a unit of FSDP1, but with what the unit around it has gathered."""
     yield from module.named_parameters(prefix, recurse=False)
     for name, x in vars(module).items():
-        if isinstance(x, torch.Tensor) and getattr(x._base, "_is_flat_param", False):
+        if isinstance(x, Tensor) and getattr(x._base, "_is_flat_param", False):
             yield f"{prefix}.{name}", x
     for name, child in module.named_children():
         if type(child).__name__ != "FullyShardedDataParallel":
             yield from named_whole(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+def _value(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     """Return what all ranks of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
 
     None for quantized parameters, shards over the ring, those of ZeRO-3, and what is meant to differ.
@@ -122,11 +122,11 @@ def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
         shared = {*dist.get_process_group_ranks(group)}.intersection(x.device_mesh.mesh.flatten().tolist())
         over_others = len(shared) == 1
         return x.detach().to_local() if over_others and is_shared(x) else None  # type: ignore[attr-defined]
-    plain = type(x) in (nn.Parameter, torch.Tensor) and not x.is_meta and not hasattr(x, "ds_status")
+    plain = type(x) in (nn.Parameter, Tensor) and not x.is_meta and not hasattr(x, "ds_status")
     return x if plain and is_shared(x) else None
 
 
-def is_shared(parameter: torch.Tensor) -> bool:
+def is_shared(parameter: Tensor) -> bool:
     """Return False for a parameter that is meant to differ between ranks, for example of an expert of one rank."""
     return bool(getattr(parameter, "allreduce", True))
 
@@ -134,7 +134,7 @@ def is_shared(parameter: torch.Tensor) -> bool:
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+def _sum_of_bits(x: Tensor) -> Tensor:
     """Return a checksum, an int64 scalar. A sum in another dtype than the summands' would make a copy of these."""
     bits = _BITS.get(x.dtype.itemsize, torch.int64)
     return x.detach().reshape(-1).view(bits).sum(dtype=bits).long()

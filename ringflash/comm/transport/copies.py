@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ringflash.comm.commands import Command, copies_command, copy_command
 from ringflash.comm.cuda_graphs import capturing
@@ -38,7 +39,7 @@ class Copies:
         device: device of the stream.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
         self._pairs, self._device = tuple(pairs), device
         self._in_one_call = False
         count = len(self._pairs)

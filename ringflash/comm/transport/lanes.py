@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import Marker
@@ -74,7 +75,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._areas: dict[str, torch.Tensor] = {}
+        self._areas: dict[str, Tensor] = {}
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.communicator import communicator
@@ -30,7 +31,7 @@ _unawaited: list[list[tuple[dist.Work, str]]] = []
 class Message(NamedTuple):
     """A tensor sent to or received from a rank of the group; skipped if the rank is None. `what` names it in errors."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     rank: int | None
     what: str
 
@@ -160,7 +161,7 @@ class PointToPoint:
         return Pending([(self._channel._end_coalescing(device), "; ".join(what for _, what in todo))])
 
     def _start(
-        self, direction: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
+        self, direction: str, operation: Callable[..., dist.Work], tensor: Tensor, rank: int, what: str
     ) -> tuple[Callable[[], dist.Work], str]:
         """Return a function that starts a message, and the name of the message for errors."""
         own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringflash
 from ringflash.comm.transport import PointToPoint, open_transport
@@ -47,7 +48,7 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     numbers = int(megabytes * 1e6 / 4)
     sent = _numbers(dist.get_rank(), numbers, device)
     neighbour = _numbers((dist.get_rank() - stride) % dist.get_world_size(), numbers, device)
-    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent, stride)}
+    ways: dict[str, Callable[[Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent, stride)}
     missing = ""
     if cuda:
         try:
@@ -57,15 +58,15 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
 
 
-def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
+def _numbers(rank: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device, dtype=torch.int32) * (rank + 1)
 
 
-def _messages(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
+def _messages(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
     """Return an exchange that sends to one neighbour and receives from the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    def exchange(got: torch.Tensor) -> None:
+    def exchange(got: Tensor) -> None:
         there, here = (rank + stride) % size, (rank - stride) % size
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, there), dist.P2POp(dist.irecv, got, here)]):
             work.wait()
@@ -73,7 +74,7 @@ def _messages(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]
     return exchange
 
 
-def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
+def _pulls(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
     """Return an exchange that copies from the neighbour's memory, like the transport "copy_engine"."""
     assert dist.group.WORLD is not None
     memory = open_transport("copy_engine", dist.group.WORLD)
@@ -85,7 +86,7 @@ def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     memory.barrier(0)
     source = (dist.get_rank() - stride) % dist.get_world_size()
 
-    def exchange(got: torch.Tensor) -> None:
+    def exchange(got: Tensor) -> None:
         def copy() -> None:
             there = memory.view("kv", source, tuple(got.shape), got.dtype)
             assert there is not None
@@ -96,7 +97,7 @@ def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     return exchange
 
 
-def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> dict[str, Any]:
+def _timed(exchange: Callable[[Tensor], None], expected: Tensor) -> dict[str, Any]:
     got, seconds = torch.zeros_like(expected), []
     for _ in range(_EXCHANGES):
         dist.barrier()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
@@ -68,15 +69,15 @@ class HopperBackward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
-        only_dq: torch.Tensor | None = None,
+        only_dq: Tensor | None = None,
     ) -> None:
         self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
@@ -100,20 +101,11 @@ class HopperBackward:
         return self.deterministic and not self.tiles.wide
 
     @functools.cached_property
-    def drawn(self) -> torch.Tensor:
+    def drawn(self) -> Tensor:
         """Counters of the tiles that programs of `backward_keys` have drawn, and the tile of each program."""
         return self.q.new_zeros(2 + count_sms(self.q.device), dtype=torch.int32)
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq.
 
         Args:
@@ -136,7 +128,7 @@ class HopperBackward:
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
         if self._is_finished:
             if out is not self._only_dq:
@@ -147,14 +139,14 @@ class HopperBackward:
             postprocess(self.accumulated_dq(), out, self.softmax_scale)
         return out
 
-    def accumulated_dq(self) -> torch.Tensor:
+    def accumulated_dq(self) -> Tensor:
         """Return the sum so far, unscaled: (batch * num_heads, seqlen_q, head_dim), fp32, its columns interleaved."""
         if not self._dq_is_written:
             self.dq.zero_()
             self._dq_is_written = True
         return self.dq
 
-    def _group(self, k: torch.Tensor, hop: HopRectangle) -> int:
+    def _group(self, k: Tensor, hop: HopRectangle) -> int:
         """Return the number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
 
         With all of them, K, V, dK and dV move once per group, but fewer tiles remain to keep the SMs busy.
@@ -203,15 +195,7 @@ class HopperBackward:
         return together
 
     def _add_keys(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        hop: HopRectangle,
-        group: int,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        accumulate: bool,
+        self, k: Tensor, v: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
     ) -> None:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
@@ -275,7 +259,7 @@ class HopperBackward:
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
-    def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
+    def _add_queries(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
         hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
@@ -309,7 +293,7 @@ class HopperBackward:
             BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, ADD=add,
         )  # fmt: skip
 
-    def _order(self, num_tiles: int) -> tuple[torch.Tensor, int, int]:
+    def _order(self, num_tiles: int) -> tuple[Tensor, int, int]:
         """Return the arguments of `DqOrder` for a launch; those that are not read if any order will do."""
         if not self.ordered:
             return self.clock, 0, 0
@@ -317,7 +301,7 @@ class HopperBackward:
         self._next_number += num_tiles
         return self.numbers, self.numbers.shape[1], first
 
-    def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, hop: HopRectangle) -> tuple[Tensor, Tensor]:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
@@ -347,7 +331,7 @@ class HopperBackward:
             together = _largest_divisor(num_groups, most)
         return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
-    def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
+    def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
         rows = 0, mask.seqlen_q
         tiles, stretches, *_ = walks(mask, device, rows, _HELD_QUERIES, 64)
@@ -368,7 +352,7 @@ class HopperBackward:
         return self._views[start, stop]
 
 
-def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def checked_dq(q: Tensor, out: Tensor | None) -> Tensor:
     """Return `out` after checking that it fits q, or a new tensor if it is None."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -380,7 +364,7 @@ def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+def check_gradients(k: Tensor, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
     """Raise ValueError unless the kernels can write dk and dv."""
     dtypes = [torch.float32] if accumulate else [torch.float32, k.dtype]
     for name, x in (("dk", dk), ("dv", dv)):
@@ -398,8 +382,8 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    hop: HopRectangle, dk: Tensor, dv: Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
     If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
@@ -448,12 +432,12 @@ class Tables(NamedTuple):
     """
 
     begins: TensorDescriptor | None = None
-    walks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    walks: tuple[Tensor | None, Tensor | None] = (None, None)
     heads_together: int = 1
     down: bool = False
     lap: int = 0
     num_walks: int = 0
-    summed: torch.Tensor | None = None
+    summed: Tensor | None = None
 
 
 class HopRectangle(NamedTuple):
@@ -469,7 +453,7 @@ class HopRectangle(NamedTuple):
     second_shift: int
     stop_shift: int
     has_bounds: bool
-    bounds: tuple[torch.Tensor, ...]
+    bounds: tuple[Tensor, ...]
     two_sided: bool = False
     has_begins: bool = False
 
@@ -553,17 +537,17 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
+def first_keys(mask: Mask, device: torch.device) -> Tensor:
     """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
 
-    def make() -> torch.Tensor:
+    def make() -> Tensor:
         (first,) = upload(device, torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None])
         return first
 
     return mask.cached(("begins", torch.device(device)), make)
 
 
-def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def row_tile(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows next to columns: TMA moves a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, one) = x.shape, x.stride()
@@ -571,7 +555,7 @@ def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return Descriptor(x, *geometry(shape, strides, (1, 1, rows, columns), x.dtype))
 
 
-def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
+def _piece_descriptors(x: Tensor, columns: tuple[int, ...]) -> _Pieces:
     """Return descriptors of 64 rows of one head of x, one for each piece of its columns."""
     return _padded([row_tile(x, 64, n) for n in columns])
 
