@@ -61,6 +61,7 @@ FRAMEWORKS = axolotl verl swift automodel
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)  ## Run tests inside other trainers, each in an environment of its own
 
 RELEASE_verl = triton==3.6.0 verl==0.9.1
+test-framework-verl: OLDEST = verl==0.9.0  # that the file accepts
 RELEASE_swift = triton==3.6.0 ms-swift==4.6.0
 RELEASE_automodel = triton==3.6.0 nemo-automodel==0.7.0
 RELEASE_axolotl = axolotl==0.21.0
@@ -73,7 +74,10 @@ test-framework-%:
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --upgrade pip
 	$(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile torch==2.13.0 $(RELEASE_$*) \
 		pytest pytest-timeout -e .
-	OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py
+	set -e; for release in '' $(OLDEST); do \
+		test -z "$$release" || $(VENV)-$*/bin/python -m pip install -q --disable-pip-version-check --no-compile $$release; \
+		OMP_NUM_THREADS=1 $(VENV)-$*/bin/python -m pytest tests/frameworks/test_$*.py; \
+	done
 
 # megatron-core asks for Python 3.12, but runs on 3.11, which CI has.
 test-megatron: override VENV := $(VENV)-megatron

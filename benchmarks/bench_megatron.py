@@ -67,7 +67,8 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group(options.backend)
     torch.cuda.set_device(dist.get_rank() % max(1, torch.cuda.device_count()))
-    header = {**describe("megatron-core"), "model": {**vars(options), "json": None}}
+    packages = ["megatron-core", "transformer-engine"] if options.engine else ["megatron-core"]
+    header = {**describe(*packages), "model": {**vars(options), "json": None}}
     rows = []
     for length in map(int, options.lengths.split(",")):
         for packed in (False, True):

@@ -8,7 +8,7 @@ sizes of Llama 3 8B around it, without rotary embedding, its MLP recomputed by p
 of two such layers with an embedding and a head of 128,256 tokens, with and without share_prefixes, from the tokens of
 all rollouts to the gradients of the weights. flex_attention: torch's context parallelism with its load balancer, which
 gathers keys and values, on the sequence with one prompt. Each time is that of the slowest rank, the median of the
-repetitions, which follow an untimed one. Contenders take turns.
+repetitions, which follow an untimed one. The contenders of a group take turns. Results are written after each group.
 """
 
 from __future__ import annotations
@@ -222,25 +222,15 @@ def seconds(run: Run, device: torch.device) -> float:
     return float(spent)
 
 
-def main() -> None:
-    """Time the contenders and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("prompt", 32768), ("answers", 16), ("length", 4096), ("repetitions", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    device, sizes = join(options.toy), Sizes(options.toy)
-    count = (options.prompt, options.answers, options.length)
-    once, each = (Rollouts(*count, shared=shared) for shared in (True, False))
-    makers = {
-        "attention, shared": (attention_run, once), "attention, unshared": (attention_run, each),
-        "layer, shared": (layer_run, once), "layer, unshared": (layer_run, each),
-        "flex_attention, shared": (flex_run, once),
-        "log_probs, shared": (log_probs_run, once), "log_probs, unshared": (log_probs_run, each),
-    }  # fmt: skip
+def timed_in_turns(
+    makers: dict[str, tuple[Callable[[Rollouts, Sizes, torch.device], Run], Rollouts]],
+    sizes: Sizes,
+    device: torch.device,
+    repetitions: int,
+    left_out: dict[str, str],
+) -> dict[str, float]:
+    """Return the median seconds of contenders that take turns; the error of one that fails goes to `left_out`."""
     runs: dict[str, Run] = {}
-    left_out: dict[str, str] = {}
     for name, (make, rollouts) in makers.items():
         problem = ""
         try:
@@ -252,21 +242,44 @@ def main() -> None:
         if problem:
             left_out[name] = problem
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(options.repetitions):
+    for _ in range(repetitions):
         for name, run in runs.items():
             run()
             samples[name].append(seconds(run, device))
-    if dist.get_rank() == 0:
-        found = {name: round(statistics.median(values), 5) for name, values in samples.items()}
-        content = {
-            "environment": describe(), "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
-            "tokens": {"shared": once.seqlen, "unshared": each.seqlen},
-            "pairs": {"shared": once.mask.num_visible, "unshared": each.mask.num_visible},
-            "seconds": found, "left_out": left_out,
-        }  # fmt: skip
-        print(json.dumps(content, indent=1), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return {name: round(statistics.median(values), 5) for name, values in samples.items()}
+
+
+def main() -> None:
+    """Time the contenders and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("prompt", 32768), ("answers", 16), ("length", 4096), ("repetitions", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device, sizes = join(options.toy), Sizes(options.toy)
+    count = (options.prompt, options.answers, options.length)
+    once, each = (Rollouts(*count, shared=shared) for shared in (True, False))
+    groups: list[dict[str, tuple[Callable[[Rollouts, Sizes, torch.device], Run], Rollouts]]] = [
+        {"attention, shared": (attention_run, once), "attention, unshared": (attention_run, each)},
+        {"log_probs, shared": (log_probs_run, once), "log_probs, unshared": (log_probs_run, each)},
+        {"layer, shared": (layer_run, once), "layer, unshared": (layer_run, each)},
+        {"flex_attention, shared": (flex_run, once), "attention beside it, shared": (attention_run, once)},
+    ]
+    found: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for makers in groups:
+        found |= timed_in_turns(makers, sizes, device, options.repetitions, left_out)
+        if dist.get_rank() == 0:
+            content = {
+                "environment": describe(), "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
+                "tokens": {"shared": once.seqlen, "unshared": each.seqlen},
+                "pairs": {"shared": once.mask.num_visible, "unshared": each.mask.num_visible},
+                "seconds": found, "left_out": left_out,
+            }  # fmt: skip
+            print(json.dumps({"seconds": found, "left_out": left_out}), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -59,6 +59,7 @@ def main() -> None:
     device = join(options.toy)
     assert dist.group.WORLD is not None
     rows = [row for row in (TOY if options.toy else ROWS) if is_asked_for(row, options.rows)]
+    sample_ms = options.sample_ms or (1.0 if options.toy else 30.0)
     results = []
     for row in rows:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -66,7 +67,7 @@ def main() -> None:
         ideals = IDEALS_BY_HEADS if options.ideal == "heads" else IDEALS
         entries = ideals | {name: build for name, build in every.items() if re.search(options.contenders, name)}
         setting = Setting(row, dist.group.WORLD, device, dtype, options.impl)
-        results += bench(setting, entries, options.rounds, options.sample_ms)
+        results += bench(setting, entries, options.rounds, sample_ms)
         if dist.get_rank() == 0:
             for result in results[-2:]:
                 print(("toy, no speed: " if options.toy else "") + line(result), flush=True)
@@ -91,7 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ideal", choices=("whole", "heads"), default="whole", help="what 100%% is, see above")
     parser.add_argument("--impl", default="auto", help="kernel of ours and of the ideal, see above (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="samples of a contender")
-    parser.add_argument("--sample-ms", type=float, default=30, help="length of a sample")
+    parser.add_argument("--sample-ms", type=float, help="length of a sample; default 30, of a toy 1")
     parser.add_argument("--probes", action="store_true", help="also time rings without messages or copies")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--toy", action="store_true", help="small rows on the CPU: shows that it runs, and no speed")

@@ -276,6 +276,16 @@ def recorded_calls() -> str:
     return table(["tokens a GPU, heads", *columns], rows)
 
 
+def host_times() -> str:
+    """Tabulate the microseconds in which a host issues a call, before and after calls of one form were recorded."""
+    results = [load(name) for name in ("host_time_2xh200", "host_time_2xh100")]
+    rows = [
+        [f"{result['device']}, {result['commit']}", *(f"{us:,.0f}" for us in result["microseconds"].values())]
+        for result in results
+    ]
+    return table(["machine, commit", *results[0]["microseconds"]], rows)
+
+
 def ring_fp8() -> str:
     """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
     mask = "causal, hopper_fp8_scores"
@@ -370,10 +380,11 @@ SUMMARIES = {
         "ring_aims": aims,
         "ring_beside": ring,
         "ring_eager": eager,
-        "recorded_calls": recorded_calls,
+        "host_times": host_times,
         "training_steps": training,
     },
     "docs/decisions/0001-environment.md": {"triton_3_9": triton_3_9},
+    "docs/decisions/0017-tape.md": {"recorded_calls": recorded_calls},
     "docs/numerics.md": {
         "errors": errors,
         "errors_beside": kernel_errors,

@@ -88,7 +88,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
         page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
-        yield page, name, fp8_losses_table(result)
+        yield page, name, fp8_losses_table(result, about=page == "docs/measurements.md")
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md", name, fp8_steps_table(result)
@@ -253,8 +253,12 @@ def ring_documents_table(result: dict) -> str:
     return _page(f"{about['device']}, commit {about['commit']}.", ("tokens of a document", *layouts), rows)
 
 
-def fp8_losses_table(result: dict) -> str:
-    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise."""
+def fp8_losses_table(result: dict, about: bool = True) -> str:
+    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise.
+
+    Args:
+        about: say what was trained, which the page otherwise says.
+    """
     rows = []
     for variant, choices in result["final"].items():
         first = next(iter(choices))
@@ -265,7 +269,7 @@ def fp8_losses_table(result: dict) -> str:
                 spread = f"{mean(apart):+.2f} ± {stdev(apart) / len(apart) ** 0.5:.2f}%" if name != first else ""
                 cells += [f"{mean(losses[which]):.4f}", spread]
             rows.append((f"{variant}, {name}", *cells))
-    source = f"{_measured(result, 'torch', 'triton')}. {result['about']}"
+    source = f"{_measured(result, 'torch', 'triton')}.{' ' + result['about'] if about else ''}"
     return _page(source, ("", "training loss", "from bf16", "held-out loss", "from bf16"), rows)
 
 
@@ -336,8 +340,9 @@ def training_table(result: dict) -> str:
 
 
 def trees_table(result: dict) -> str:
-    """Tabulate the same as `documents_table` of documents that continue others."""
-    return documents_table(result, "documents that continue others")
+    """Tabulate the same as `documents_table` of documents that continue others, without the rows of two ranks."""
+    rows = [row for row in result["results"] if row["ranks"] > 2]
+    return documents_table({**result, "results": rows}, "documents that continue others")
 
 
 def two_sided_table(result: dict) -> str:
@@ -415,17 +420,21 @@ def megatron_table(result: dict) -> str:
         "engine one": "Transformer Engine, one GPU", "engine ring": "Transformer Engine, two GPUs",
     }  # fmt: skip
     names = {way: name for way, name in names.items() if any(row["way"] == way for row in result["rows"])}
+    versions, more = ["megatron-core", "torch", "triton"], ["gradients differ by"]
+    if "engine ring" in names:
+        versions, more = [*versions, "transformer-engine"], ["time relative to the ring's", *more]
     rows = []
     for tokens, packed in dict.fromkeys((row["tokens"], row["packed"]) for row in result["rows"]):
         ways = {row["way"]: row for row in result["rows"] if (row["tokens"], row["packed"]) == (tokens, packed)}
-        shown = (
+        shown = [
             f"{1000 * ways[way]['seconds']:.0f} ms, {ways[way]['allocated_gib']:.1f} GiB" if way in ways else ""
             for way in names
-        )
+        ]
+        if "engine ring" in names:
+            shown.append(f"{ways['engine ring']['seconds'] / ways['ring']['seconds']:.2f}")
         name = f"{tokens:,}, four documents" if packed else f"{tokens:,}"
         rows.append((name, *shown, f"{max(row['error'] for row in ways.values()):.1e}"))
-    source = f"{_measured(result, 'megatron-core', 'torch', 'triton')}."
-    return _page(source, ("tokens", *names.values(), "gradients differ by"), rows)
+    return _page(f"{_measured(result, *versions)}.", ("tokens", *names.values(), *more), rows)
 
 
 def steps_of_documents_table(result: dict) -> str:

@@ -10,6 +10,7 @@ average to that mean.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
@@ -22,15 +23,15 @@ CHUNK_LOGITS = 1 << 27  # logits in memory at a time: 512 MiB in fp32
 
 
 def cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     *,
     group: Group,
-    num_tokens: torch.Tensor | int | None = None,
+    num_tokens: Tensor | int | None = None,
     chunk_tokens: int | None = None,
     logit_scale: float = 1.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the cross-entropy of the logits hidden @ weight.T * logit_scale, scaled as in the module docstring.
 
     Forward and backward run chunk by chunk, so only the logits of a few tokens are in memory at a time. Labels must be
@@ -71,13 +72,8 @@ def cross_entropy(
 
 @torch.no_grad()
 def score_tokens(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None, logit_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return every token's loss, and if its label is the most likely one; without gradients, chunk by chunk.
 
     Args: see `cross_entropy`.
@@ -102,13 +98,8 @@ def score_tokens(
 
 
 def token_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    logit_scale: float = 1.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None, logit_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Return the log-probability of every label, and the entropy of its distribution, chunk by chunk.
 
     Both are differentiable. The backward computes the logits of each chunk again.
@@ -225,18 +216,18 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _targets(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
     labelled = labels != IGNORE_INDEX
     return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, logit_scale: float) -> torch.Tensor:
+def _logits(hidden: Tensor, weight: Tensor, logit_scale: float) -> Tensor:
     logits = hidden @ weight.T
     return logits if logit_scale == 1 else logits.mul_(logit_scale)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to total. On GPUs, a product of bf16 or fp16 is accumulated in fp32."""
     narrow = total.is_cuda and total.dtype == torch.float32 and a.dtype == b.dtype != torch.float32
     if narrow and not torch.compiler.is_compiling():  # torch 2.11's decomposition does not know `out_dtype`
@@ -245,20 +236,18 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += a @ b
 
 
-def _scale(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return grad * factor, rounded once. A 2-D factor keeps its dtype, a 0-D one would be cast to that of grad."""
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 
-def _checked_chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int | None, logit_scale: float
-) -> int:
+def _checked_chunk(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, logit_scale: float) -> int:
     """Check the arguments; return the number of tokens whose logits are in memory together."""
     from torch.distributed.tensor import DTensor  # takes as long as a third of `import ringflash`
 
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be 1 or more, got {chunk_tokens}; leave it out for 512 MiB of logits.")
-    if isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
+    if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "logit_scale must be a number, got a tensor that requires grad, which would get none; multiply hidden by "
             "it, and leave logit_scale out."

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.fp8_reference import BLOCK_K, check_products
 from ringflash_kernels.fp8_reference import record_bytes as record_bytes
@@ -63,16 +64,7 @@ def hopper_environment_error() -> str:
 class BackwardPass(Protocol):
     """Gradients of one attention call, over one or several sets of keys."""
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Compute the gradients of the visible pairs of (q, k).
 
         Args:
@@ -82,16 +74,14 @@ class BackwardPass(Protocol):
                 have the dtype of k as well.
         """
 
-    def add_records(
-        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
-    ) -> None:
+    def add_records(self, records: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Compute `add` of quantised keys. Only implementations for which `rounds` is true have it.
 
         Args:
             records: result of `quantise_kv` for the mask's keys, made for the backward.
         """
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q, summed over all calls of `add`.
 
         Args:
@@ -107,20 +97,20 @@ class Choice(NamedTuple):
 
 
 def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     impl: str,
     mask: Mask | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
-    acc: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    row_max: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    acc: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    row_max: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Compute softmax(softmax_scale * q k^T) v over the visible pairs, and the log-sum-exp of the scores.
 
     With `acc` and `lse` the call resumes: they hold the attention over other keys, and the result covers
@@ -162,19 +152,19 @@ def attention_forward(
 
 
 def begin_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     impl: str,
     num_kv_heads: int | None = None,
     softmax_scale: float | None = None,
-    dlse: torch.Tensor | None = None,
+    dlse: Tensor | None = None,
     deterministic: bool = False,
-    row_max: torch.Tensor | None = None,
+    row_max: Tensor | None = None,
     num_keys: int | None = None,
-    only_dq: torch.Tensor | None = None,
+    only_dq: Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
 
@@ -205,19 +195,19 @@ def begin_backward(
 
 
 def begin_checked_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     impl: str,
     num_kv_heads: int,
     softmax_scale: float,
-    dlse: torch.Tensor | None,
+    dlse: Tensor | None,
     deterministic: bool,
-    row_max: torch.Tensor | None,
+    row_max: Tensor | None,
     num_keys: int | None = None,
-    only_dq: torch.Tensor | None = None,
+    only_dq: Tensor | None = None,
 ) -> BackwardPass:
     """Start a backward pass as `begin_backward` does, with inputs that the caller has checked.
 
@@ -256,7 +246,7 @@ def check_backward(impl: str, head_dim: int, deterministic: bool) -> None:
         check_products(_ROUNDED[impl], head_dim, deterministic)
 
 
-def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> torch.Tensor:
+def _checked_row_max(impl: str, lse: Tensor, row_max: Tensor) -> Tensor:
     """Return row_max after checking that the implementation uses it, and that it has the form of lse."""
     if impl not in _ROUNDED:
         raise ValueError(f"row_max must be left out with impl={impl!r}, got one; use impl='hopper_fp8'.")
@@ -269,22 +259,22 @@ def _checked_row_max(impl: str, lse: torch.Tensor, row_max: torch.Tensor) -> tor
 
 
 def attention_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
     *,
     impl: str,
     mask: Mask | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
-    dlse: torch.Tensor | None = None,
+    dlse: Tensor | None = None,
     deterministic: bool = False,
-    row_max: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    row_max: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of `attention_forward` in one call.
 
     Args: as for `attention_forward` and `begin_backward`.
@@ -307,13 +297,7 @@ def attention_backward(
 
 
 def publish(
-    impl: str,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    area: torch.Tensor,
-    head_offsets: torch.Tensor,
-    row_map: torch.Tensor,
-    area_rows: int,
+    impl: str, k: Tensor, v: Tensor, area: Tensor, head_offsets: Tensor, row_map: Tensor, area_rows: int
 ) -> None:
     """Copy k and v, interleaved by row, into `area`, the memory from which other ranks pull them.
 
@@ -335,9 +319,7 @@ def publish(
     area.view(-1, line)[lines] = torch.cat([k, v], dim=3)
 
 
-def publish_records(
-    impl: str, k: torch.Tensor, v: torch.Tensor, area: torch.Tensor, numbers: torch.Tensor, *, for_backward: bool
-) -> None:
+def publish_records(impl: str, k: Tensor, v: Tensor, area: Tensor, numbers: Tensor, *, for_backward: bool) -> None:
     """Write the records of k and v into `area`, the memory from which other ranks pull them.
 
     Args:
@@ -350,15 +332,7 @@ def publish_records(
     kernels_of(impl).quantise_kv(k, v, for_backward=for_backward, out=records, numbers=numbers)
 
 
-def collect(
-    impl: str,
-    own: torch.Tensor,
-    others: torch.Tensor,
-    sources: torch.Tensor,
-    max_count: int,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-) -> None:
+def collect(impl: str, own: Tensor, others: Tensor, sources: Tensor, max_count: int, dk: Tensor, dv: Tensor) -> None:
     """Sum gradients over ranks: dk, dv = own + those of the first other rank + the second + ..., cast once at the end.
 
     Args:
@@ -417,7 +391,7 @@ def device_guard(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
+def choose_impl(q: Tensor, k: Tensor, v: Tensor) -> Choice:
     """Choose the implementation for "auto": the fastest that can take these inputs."""
     refused: list[str] = []
     for impl in _AUTOMATIC:
@@ -428,7 +402,7 @@ def choose_impl(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Choice:
     raise NotImplementedError(f"inputs must suit one of {_AUTOMATIC}, got {'; '.join(refused)}; cast them.")
 
 
-def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ModuleType:
+def implementation(impl: str, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     """Return the module of `impl` after checking that it can take these inputs."""
     if impl not in _MODULES:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}; use 'auto' in ring_attention to have one chosen.")
@@ -440,18 +414,18 @@ def implementation(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor)
     return kernels_of(impl)
 
 
-def _unsupported(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def _unsupported(impl: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if impl in _ROUNDED and k.shape[-1] != v.shape[-1]:
         return f"values of {v.shape[-1]} columns for keys of {k.shape[-1]} (equally wide)"
     return kernels_of(impl).unsupported(q, k, v)
 
 
-def out_shape(q: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+def out_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return the shape of the output: that of q, as wide as v."""
     return (*q.shape[:3], v.shape[3])
 
 
-def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+def _is_able(impl: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if `impl` can take these inputs; an error in its environment counts as False."""
     try:
         return _unsupported(impl, q, k, v) is None
@@ -459,7 +433,7 @@ def _is_able(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bo
         return False
 
 
-def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q, k and v fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -487,16 +461,14 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             raise ValueError(f"q, k and v must share one {attribute}, got {values}; move or cast them.")
 
 
-def _check_groups(q: torch.Tensor, num_kv_heads: int) -> None:
+def _check_groups(q: Tensor, num_kv_heads: int) -> None:
     if q.shape[2] % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads ({num_kv_heads}), got {q.shape[2]}; repeat heads of k and v."
         )
 
 
-def _check_state(
-    q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None
-) -> None:
+def _check_state(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, acc: Tensor | None) -> None:
     state, shape = state_dtype(q.dtype), out_shape(q, v)
     if out.shape != shape or out.dtype not in (q.dtype, state):
         raise ValueError(
@@ -514,14 +486,7 @@ def _check_state(
         )
 
 
-def _check_gradients(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> None:
+def _check_gradients(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
     """Raise ValueError for a shape or dtype that would be broadcast, or misread by a kernel compiled for another."""
     state = state_dtype(q.dtype)
     of_rows = (q.shape[0], q.shape[2], q.shape[1])
@@ -538,7 +503,7 @@ def _check_gradients(
             )
 
 
-def _mask_of(q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
+def _mask_of(q: Tensor, k: Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
     if mask is None:
         return Mask.band(q.shape[1], k.shape[1], causal=causal, window_size=window_size)
     if causal or tuple(window_size) != (-1, -1):
@@ -551,7 +516,7 @@ def _mask_of(q: torch.Tensor, k: torch.Tensor, mask: Mask | None, causal: bool, 
     return mask
 
 
-def _scale(q: torch.Tensor, softmax_scale: float | None) -> float:
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
 
 

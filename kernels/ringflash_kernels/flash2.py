@@ -6,13 +6,13 @@ They return the log-sum-exp but cannot resume: each region of a mask is one call
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
-from ringflash_kernels.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16)
 
@@ -30,84 +30,59 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    softmax_scale: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    acc: Tensor | None = None,
-) -> None:
-    """See `api.attention_forward`; arguments are checked there."""
-    merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
+def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    left, right = call.window
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *call.lengths(q.device), 0.0, False, False,
+        scale=softmax_scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return out, lse
+
+
+forward = functools.partial(merged_forward, _flash)
 
 
 class Flash2Backward(MergedBackward):
     """Gradients by torch's operator, hop by hop; see `api.begin_backward`."""
 
-    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of one operator call."""
-        dq, dk, dv = self._flash(self.dout, self.out, k, v, call)
-        if self.dlse is not None:
-            lse_dq, lse_dk = self._lse_gradients(k, v, call)
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+        call: FlashCall,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return dq, dk and dv of one operator call.
+
+        The operator computes dS = P (dout v^T - rowsum(dout * out)) and takes no dlse. With unit values, dlse as dout
+        and an out of zeros that is P dlse, the gradient through lse.
+        """
+        dq, dk, dv = self._flash(dout, q, k, v, out, lse, call)
+        if dlse is not None:
+            of_lse, unit = torch.zeros_like(dout), torch.zeros_like(v)
+            of_lse[..., 0] = dlse.transpose(-1, -2)
+            unit[..., 0] = 1.0
+            lse_dq, lse_dk, _ = self._flash(of_lse, q, k, unit, torch.zeros_like(out), lse, call)
             dq, dk = dq.float() + lse_dq, dk.float() + lse_dk
         return dq, dk, dv
 
-    def _lse_gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Return the gradients dq and dk through lse: dS = P dlse.
-
-        The operator computes dS = P (dout v^T - rowsum(dout * out)) and takes no dlse. With unit values, dlse as
-        dout and zero out that is P dlse.
-        """
-        assert self.dlse is not None
-        dout, unit = torch.zeros_like(self.q), torch.zeros_like(v)
-        dout[..., 0] = self.dlse.transpose(1, 2)
-        unit[..., 0] = 1.0
-        dq, dk, _ = self._flash(dout, torch.zeros_like(self.q), k, unit, call)
-        return dq, dk
-
-    def _flash(self, dout: Tensor, out: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
-        rows = call.rows
-        dout, q, out, lse = dout[:, rows], self.q[:, rows], out[:, rows], self.lse[..., rows]
-        cum_q, cum_k, max_q, max_k = call.lengths(q.device)
-        if call.is_packed:
-            dout, q, k, v, out, lse = (x.squeeze(0) for x in (dout, q, k, v, out, lse))
+    def _flash(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: FlashCall
+    ) -> tuple[Tensor, ...]:
         no_dropout = torch.empty(0, dtype=torch.int64, device=q.device)
         left, right = call.window
         with _deterministic(self.deterministic):
-            grads = torch.ops.aten._flash_attention_backward(
-                dout, q, k, v, out, lse.contiguous(), cum_q, cum_k, max_q, max_k, 0.0, False, no_dropout, no_dropout,
+            return torch.ops.aten._flash_attention_backward(
+                dout, q, k, v, out, lse, *call.lengths(q.device), 0.0, False, no_dropout, no_dropout,
                 scale=self.softmax_scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
-        dq, dk, dv = (x.unsqueeze(0) for x in grads) if call.is_packed else grads
-        return dq, dk, dv
 
 
 begin_backward = Flash2Backward
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    cum_q, cum_k, max_q, max_k = call.lengths(q.device)
-    if call.is_packed:
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-    left, right = call.window
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cum_q, cum_k, max_q, max_k, 0.0, False, False,
-        scale=softmax_scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return (out.unsqueeze(0), lse.unsqueeze(0)) if call.is_packed else (out, lse)
-
-
 @contextlib.contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
     """Set torch's global switch for determinism; its operator has no argument for it."""
-    before, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if enabled:
         torch.use_deterministic_algorithms(True)
     try:

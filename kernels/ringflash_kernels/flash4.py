@@ -6,13 +6,13 @@ Used only on request: the package is a beta, and only its internal interface, wh
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 import torch
 from torch import Tensor
 
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, merged_forward
-from ringflash_kernels.mask import Mask
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _CAPABILITIES = (9, 10)
@@ -34,53 +34,35 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    softmax_scale: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    acc: Tensor | None = None,
-) -> None:
-    """See `api.attention_forward`; arguments are checked there."""
-    merged_forward(_flash, q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc)
+def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    options = _options(call, q.device)
+    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=softmax_scale, return_lse=True, **options)
+    return out, lse
+
+
+forward = functools.partial(merged_forward, _flash)
 
 
 class Flash4Backward(MergedBackward):
     """Gradients by flash-attn-4, hop by hop; see `api.begin_backward`."""
 
-    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+        call: FlashCall,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return dq, dk and dv of one operator call."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        rows = call.rows
-        q, out, dout, lse = self.q[:, rows], self.out[:, rows], self.dout[:, rows], self.lse[..., rows].contiguous()
-        dlse = None if self.dlse is None else self.dlse[..., rows].contiguous()
-        if call.is_packed:
-            q, k, v, out, dout, lse = (x.squeeze(0) for x in (q, k, v, out, dout, lse))
-            dlse = None if dlse is None else dlse.squeeze(0)
         options = _options(call, q.device)
-        grads = _flash_attn_bwd(
+        dq, dk, dv, *_ = _flash_attn_bwd(
             q, k, v, out, dout, lse, self.softmax_scale, dlse=dlse, deterministic=self.deterministic, **options
         )
-        dq, dk, dv = (x.unsqueeze(0) for x in grads[:3]) if call.is_packed else grads[:3]
         return dq, dk, dv
 
 
 begin_backward = Flash4Backward
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    if call.is_packed:
-        q, k, v = (x.squeeze(0) for x in (q, k, v))
-    options = _options(call, q.device)
-    out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=softmax_scale, return_lse=True, **options)
-    return (out.unsqueeze(0), lse.unsqueeze(0)) if call.is_packed else (out, lse)
 
 
 def _options(call: FlashCall, device: torch.device) -> dict[str, object]:

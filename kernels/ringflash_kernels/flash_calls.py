@@ -52,6 +52,14 @@ class FlashCall:
             self._cum = cum_q, cum_k
         return *self._cum, max_q, max_k
 
+    def without_batch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors without their batch dimension if the call is packed: the operators then take none."""
+        return tuple(x.squeeze(0) for x in tensors) if self.is_packed else tensors
+
+    def with_batch(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Invert `without_batch`."""
+        return tuple(x.unsqueeze(0) for x in tensors) if self.is_packed else tensors
+
 
 def calls(mask: Mask, batch: int = 1) -> list[FlashCall]:
     """Return the mask's regions as operator calls; a run of regions that continue one another shares a call.
@@ -72,6 +80,7 @@ def _new_calls(mask: Mask, *, joined: bool) -> list[FlashCall]:
     return [run.call() for run in runs]
 
 
+# Takes q, k and v of a call, without a batch dimension if it is packed, and softmax_scale; returns out and lse alike.
 Flash = Callable[[Tensor, Tensor, Tensor, FlashCall, float], tuple[Tensor, Tensor]]
 
 
@@ -85,9 +94,9 @@ def merged_forward(
     *,
     out: Tensor,
     lse: Tensor,
-    acc: Tensor | None,
+    acc: Tensor | None = None,
 ) -> None:
-    """Compute `api.attention_forward` by calls of `flash`, which returns (out, lse) of one call."""
+    """Compute `api.attention_forward` by calls of `flash`, which returns (out, lse) of one call; see `Flash`."""
     if acc is None:
         out.zero_()
         lse.fill_(float("-inf"))
@@ -97,7 +106,8 @@ def merged_forward(
     if state is None:
         state = out if is_single or out.dtype == torch.float32 else torch.zeros_like(out, dtype=torch.float32)
     for call in todo:
-        part, part_lse = flash(q[:, call.rows], k[:, call.cols], _widened(v[:, call.cols], k), call, softmax_scale)
+        rows, keys, values = call.without_batch(q[:, call.rows], k[:, call.cols], _widened(v[:, call.cols], k))
+        part, part_lse = call.with_batch(*flash(rows, keys, values, call, softmax_scale))
         part = part[..., : v.shape[3]]
         if is_single:
             state[:, call.rows] = part
@@ -126,15 +136,22 @@ class MergedBackward:
         self.softmax_scale, self.dlse, self.deterministic = softmax_scale, dlse, deterministic
         self.dq = torch.zeros_like(q, dtype=torch.float32)
 
-    def gradients(self, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv of one call; k and v hold only its keys."""
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None,
+        call: FlashCall,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return dq, dk and dv of one call, given its rows and keys, as `flash` takes them."""
         raise NotImplementedError
 
     def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq."""
         total_k, total_v = (x if accumulate else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv))
         for call in calls(mask, k.shape[0]):
-            part_q, part_k, part_v = self.gradients(k[:, call.cols], _widened(v[:, call.cols], k), call)
+            dout, q, out = (x[:, call.rows] for x in (self.dout, self.q, self.out))
+            keys, values, lse = k[:, call.cols], _widened(v[:, call.cols], k), self.lse[..., call.rows].contiguous()
+            dlse = None if self.dlse is None else call.without_batch(self.dlse[..., call.rows].contiguous())[0]
+            dout, q, keys, values, out, lse = call.without_batch(dout, q, keys, values, out, lse)
+            part_q, part_k, part_v = call.with_batch(*self.gradients(dout, q, keys, values, out, lse, dlse, call))
             self.dq[:, call.rows] += part_q
             total_k[:, call.cols] += part_k
             total_v[:, call.cols] += part_v[..., : v.shape[3]]

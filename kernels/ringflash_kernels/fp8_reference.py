@@ -257,13 +257,14 @@ def forward_rows(
         if row_max is not None:
             row_max.fill_(-math.inf)
     state = out.to(lse.dtype) if acc is None else acc
-    for queries, keys, visible in blocks(rows.values, mask):
-        scores = scores_of(rows, records, queries, keys, softmax_scale)
-        scores = scores.masked_fill(~visible, -math.inf)
+    for queries, cols, visible in blocks(rows.values, mask):
+        of_cols = records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K]
+        keys = unpack(of_cols, rows.values.shape[-1], for_backward=False)
+        scores = scores_of(rows, keys, queries, softmax_scale).masked_fill(~visible, -math.inf)
         if row_max is not None:
             largest = scores.amax(-1).flatten(1, 2) * math.log(2.0)
             row_max[..., queries] = torch.maximum(row_max[..., queries], largest.to(row_max.dtype))
-        part, part_lse = _attend(scores, visible, *_values(records, rows, keys))
+        part, part_lse = _attend(scores, visible, keys.v.double(), keys.v_scales.double().transpose(1, 2))
         merge_(state[:, queries], lse[..., queries], part, part_lse.to(lse.dtype))
     if state is not out:
         out.copy_(state)
@@ -286,22 +287,14 @@ def blocks(q8: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
         yield rows, cols, visible[rows, cols]
 
 
-def scores_of(rows: Rows, records: Tensor, queries: slice, keys: slice, softmax_scale: float) -> Tensor:
+def scores_of(rows: Rows, keys: Keys, queries: slice, softmax_scale: float) -> Tensor:
     """Return scaled scores in units of log 2: (batch, num_kv_heads, group, rows, keys), fp64, exact for e4m3."""
-    head_dim, num_kv_heads = rows.values.shape[-1], records.shape[2]
+    head_dim, num_kv_heads = rows.values.shape[-1], keys.k.shape[2]
     q = rows.values[:, queries].double()
     index = torch.arange(queries.start, queries.stop, device=q.device) // BLOCK_Q
     q = (q * rows.scales.transpose(1, 2)[:, index].double().unsqueeze(-1)).unflatten(2, (num_kv_heads, -1))
-    found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
-    k = found.k.double() * found.k_scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
+    k = keys.k.double() * keys.k_scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
     return torch.einsum("bihgd,bjhd->bhgij", q, k) * (softmax_scale / head_dim / math.log(2.0))
-
-
-def _values(records: Tensor, rows: Rows, keys: slice) -> tuple[Tensor, Tensor]:
-    """Return v8 and its scales (batch, num_kv_heads, num_blocks), in fp64."""
-    head_dim = rows.values.shape[-1]
-    found = unpack(records[:, keys.start // BLOCK_K : keys.stop // BLOCK_K], head_dim, for_backward=False)
-    return found.v.double(), found.v_scales.double().transpose(1, 2)
 
 
 def _attend(scores: Tensor, visible: Tensor, v8: Tensor, v_scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -472,13 +465,14 @@ class Fp8ReferenceBackward:
     def _block(self, records: Tensor, rows: slice, cols: slice, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the terms of a block of rows in dq, before its factors, and in dk and dv."""
         x, num_kv_heads = self._queries, records.shape[2]
-        found = unpack(records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K], self.q.shape[-1], for_backward=True)
+        of_cols = records[:, cols.start // BLOCK_K : cols.stop // BLOCK_K]
+        found = unpack(of_cols, self.q.shape[-1], for_backward=True)
         k, v = (
             values.double() * scales.double().repeat_interleave(BLOCK_K, 1).unsqueeze(-1)
             for values, scales in ((found.k, found.k_scales), (found.v, found.v_scales))
         )
         gain, of_dk, of_dv = self._gains(v)
-        scores = scores_of(self._rows, records, rows, cols, self.softmax_scale)
+        scores = scores_of(self._rows, found, rows, self.softmax_scale)
         reference, delta = (y[..., rows].unflatten(1, (num_kv_heads, -1)).unsqueeze(-1) for y in (x.reference, x.delta))
         dout, dout1, q1 = (y[:, rows].unflatten(2, (num_kv_heads, -1)) for y in (x.dout, x.dout1, x.q1))
         hidden = ~visible | (reference == -math.inf)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 FAR = 1 << 40  # stands for an open side of a band in `Mask.table`
@@ -199,21 +200,21 @@ class Mask:
             total += int(inside.sum())
         return total
 
-    def ends(self) -> torch.Tensor:
+    def ends(self) -> Tensor:
         """Return the row after the last one that sees each key: (seqlen_k,), int32 on the CPU; 0 if none does."""
 
-        def make() -> torch.Tensor:
+        def make() -> Tensor:
             first, end = self.cached("transposed", self.transposed).bounds()
             return torch.where(first < end, end, 0)
 
         return self.cached("ends", make)
 
-    def begins(self) -> torch.Tensor:
+    def begins(self) -> Tensor:
         """Return the first key that each query sees: (seqlen_q,), int32 on the CPU; seqlen_k if it sees none."""
         start, stop = self.bounds()
         return torch.where(start < stop, start, self.seqlen_k)
 
-    def bounds(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    def bounds(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Return the interval of keys [start, stop) of each query row, from the first to the last one that it sees.
 
         Returns:
@@ -224,7 +225,7 @@ class Mask:
         """
         device = torch.device(device)
 
-        def make() -> tuple[torch.Tensor, torch.Tensor]:
+        def make() -> tuple[Tensor, Tensor]:
             start, stop = self._host_bounds() if device.type == "cpu" else upload(device, *self.bounds())
             return start, stop
 
@@ -244,7 +245,7 @@ class Mask:
         """True if `cached` has a value for this key."""
         return key in self._cache
 
-    def dense(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    def dense(self, device: torch.device | str = "cpu") -> Tensor:
         """Visibility of every pair: (seqlen_q, seqlen_k), bool. Used by the reference and by tests."""
         visible = torch.zeros(self.seqlen_q, self.seqlen_k, dtype=torch.bool, device=device)
         for q_start, q_stop, k_start, k_stop, lower, upper in self.regions:
@@ -254,7 +255,7 @@ class Mask:
             part |= band if lower is None else band.triu_(lower + q_start - k_start)
         return visible
 
-    def _host_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _host_bounds(self) -> tuple[Tensor, Tensor]:
         q_start, q_stop, k_start, k_stop, lower, upper = self.table.T
         start = np.full(self.seqlen_q, self.seqlen_k, dtype=np.int32)
         stop = np.zeros(self.seqlen_q, dtype=np.int32)
@@ -272,7 +273,7 @@ class Mask:
         return torch.from_numpy(np.minimum(start, stop)), torch.from_numpy(stop)
 
 
-def upload(device: torch.device, *tables: torch.Tensor) -> list[torch.Tensor]:
+def upload(device: torch.device, *tables: Tensor) -> list[Tensor]:
     """Return the tables of a mask, from the host, on a device, to be cached. Any stream may read them at once.
 
     Waits for the copies, on a stream of their own, but not for what the current stream has to do before.

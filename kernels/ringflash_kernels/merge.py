@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def merge_(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor) -> None:
+def merge_(acc: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     """Fold the attention (out, out_lse) over further keys into the state (acc, lse), in place.
 
         lse' = log(exp(lse) + exp(out_lse))        acc' = acc * exp(lse - lse') + out * exp(out_lse - lse')
@@ -25,6 +26,6 @@ def merge_(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: tor
     lse.copy_(total)
 
 
-def _per_row(weight: torch.Tensor) -> torch.Tensor:
+def _per_row(weight: Tensor) -> Tensor:
     """View (batch, num_heads, seqlen) as a factor of (batch, seqlen, num_heads, head_dim)."""
     return weight.transpose(1, 2).unsqueeze(-1)

@@ -64,7 +64,7 @@ def forward(
         scores = _scores(q[:, rows], k[:, cols], softmax_scale).masked_fill(~visible, float("-inf"))
         part_lse = scores.logsumexp(-1)
         part = _weighted_values(_probabilities(scores, part_lse, visible), v[:, cols], visible)
-        merge_(state[:, rows], lse[..., rows], part, _ungroup(part_lse))
+        merge_(state[:, rows], lse[..., rows], part, part_lse.flatten(1, 2))
     if state is not out:
         out.copy_(state)
 
@@ -99,7 +99,7 @@ class ReferenceBackward:
         for rows, cols, visible in _blocks(self.q, mask):
             q, dout = (_group(x[:, rows].to(self.dq.dtype), num_kv_heads) for x in (self.q, self.dout))
             keys, values = (x[:, cols].to(self.dq.dtype) for x in (k, v))
-            lse, delta = (_group_rows(x[..., rows], num_kv_heads) for x in (self.lse, self.delta))
+            lse, delta = (x[..., rows].unflatten(1, (num_kv_heads, -1)) for x in (self.lse, self.delta))
             p = _probabilities(_scores(self.q[:, rows], k[:, cols], self.softmax_scale), lse, visible)
             dp = torch.einsum("bihgd,bjhd->bhgij", dout, values)
             ds = (p * (dp - delta.unsqueeze(-1)) * self.softmax_scale).masked_fill(~visible, 0.0)
@@ -158,13 +158,3 @@ def _weighted_values(p: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 def _group(x: Tensor, num_kv_heads: int) -> Tensor:
     """View (batch, rows, num_heads, head_dim) as (batch, rows, num_kv_heads, group, head_dim)."""
     return x.unflatten(2, (num_kv_heads, -1))
-
-
-def _group_rows(x: Tensor, num_kv_heads: int) -> Tensor:
-    """View (batch, num_heads, rows) as (batch, num_kv_heads, group, rows)."""
-    return x.unflatten(1, (num_kv_heads, -1))
-
-
-def _ungroup(x: Tensor) -> Tensor:
-    """Reshape (batch, num_kv_heads, group, rows) to (batch, num_heads, rows)."""
-    return x.flatten(1, 2)

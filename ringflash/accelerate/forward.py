@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from copy import deepcopy
-from functools import partial
 from inspect import signature
 from typing import Any
 from weakref import ref
@@ -18,13 +17,13 @@ from ringflash import huggingface
 from ringflash import loss as token_loss
 from ringflash.accelerate.rows import BatchRows, TokenTypes, read_rows, share_rows, shift_rows
 from ringflash.accelerate.trl import FusedHead, fused_head_of, score_batch
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import raising_together
+from ringflash.huggingface.head_checks import find_loss_error, forward_of_object
 from ringflash.huggingface.options import NAME, inputs_of
-from ringflash.huggingface.shard_loss import ShardLoss
 from ringflash.huggingface.spans import number_spans
 from ringflash.huggingface.validation import find_noise_error, without_peft
 from ringflash.sequence.layout import shard_sequence
-from ringflash.sequence.padding import pad_sequence
+from ringflash.sequence.padding import IGNORE_INDEX, pad_sequence
 
 # The loss of each forward since the last backward, at most two: `check_loss` compares the only one.
 _losses: deque[Tensor] = deque(maxlen=2)
@@ -48,7 +47,7 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
             raise RuntimeError("model must be prepared for one group of ranks, got a second group; make a new model.")
         causal.forward = ring
         return
-    own = _forward_of_object(causal)
+    own = forward_of_object(causal)
     head = None if own is None else fused_head_of(own)
     if own is not None and head is None:
         raise NotImplementedError(
@@ -69,16 +68,6 @@ def _ring_within(forward: Any) -> RingForward | None:
     while forward is not None and not isinstance(forward, RingForward):
         forward = getattr(forward, "__wrapped__", getattr(forward, "__func__", None))
     return forward
-
-
-def _forward_of_object(causal: nn.Module) -> Any:
-    """Return a forward that was set on a model, without accelerate's hooks; None if its result is that of its class."""
-    forward: Any = vars(causal).get("forward")
-    while isinstance(forward, partial):
-        forward = forward.__wrapped__  # type: ignore[attr-defined]
-    function = getattr(forward, "__func__", forward)
-    of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
-    return None if of_liger or function is type(causal).forward else forward
 
 
 class RingForward:
@@ -137,8 +126,9 @@ class RingForward:
 
     @torch.compiler.disable(reason="ranks compare their batches, and cut them by the values")
     def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], fused: bool) -> BatchRows:
-        rows, problem = None, None
-        try:
+        content: dict[str, object] = {}
+        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
+        with raising_together(self.group, content, causal.device, remedy=remedy):
             if fused and self._fused_head is None:
                 raise NotImplementedError(
                     "model must have TRL's fused head for fused_lm_head, got one without; let TRL's trainer prepare "
@@ -157,12 +147,7 @@ class RingForward:
                         "(Llama 4), which would count those of the packed tokens."
                     )
                 rows = share_rows(rows, self.min_shared)
-        except (ValueError, NotImplementedError) as error:
-            problem = error
-        shape = None if rows is None else [*rows.input_ids.shape]
-        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
-        agree(self.group, {"batch of accelerate": shape}, problem, causal.device, remedy=remedy)
-        assert rows is not None  # agree has raised the problem
+            content["batch of accelerate"] = [*rows.input_ids.shape]
         return rows
 
     def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: BatchRows, num_items: Tensor | int | None) -> Tensor:
@@ -172,10 +157,13 @@ class RingForward:
         loss = token_loss.cross_entropy(
             hidden, weight, labels, group=self.group, num_tokens=count, logit_scale=with_loss.logit_scale
         )
-        if num_items is not None:
+        if num_items is None:
+            empty = (rows.labels == IGNORE_INDEX).all()
+        else:
             divisor = torch.as_tensor(num_items, device=loss.device)
-            empty = divisor == 0  # then transformers' loss is NaN, too, and has gradients of 0
-            loss = (loss * count / divisor.masked_fill(empty, 1)).masked_fill(empty, math.nan)  # in the loss's dtype
+            empty = divisor == 0
+            loss = loss * count / divisor.masked_fill(empty, 1)  # in the loss's dtype
+        loss = loss.masked_fill(empty, math.nan)  # as transformers' loss is, which has gradients of 0
         if balance is not None:
             loss = loss + with_loss.router_coefficient * balance
         loss = _mean_of_ranks(loss, self.group)
@@ -259,27 +247,13 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
     if (error := find_noise_error(causal)) is not None:
         raise error
     if not left_padding:  # TRL computes its own losses
-        _check_loss_function(causal)
+        if (error := find_loss_error(causal)) is not None:
+            raise error
     labels = given["shift_labels"] if "shift_labels" in given else shift_rows(given["labels"])
     return read_rows(
         input_ids, labels, given.get("attention_mask"), given.get("position_ids"), given.get("cu_seq_lens_q"),
         left_padding, _read_types(causal, given),
     )  # fmt: skip
-
-
-def _check_loss_function(causal: Any) -> None:
-    """Raise NotImplementedError for a loss function that was given to the model, or is configured."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    known = [LOSS_MAPPING[name] for name in ("ForCausalLM", "ForConditionalGeneration")]
-    compute = getattr(causal, "loss_function", known[0])
-    compute = compute.compute if isinstance(compute, ShardLoss) else compute
-    if compute not in known:
-        raise NotImplementedError(
-            "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-            f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from "
-            "ringflash.log_probs."
-        )
 
 
 def _read_types(causal: Any, given: dict[str, Any]) -> TokenTypes | None:

@@ -1,8 +1,8 @@
 """Registration of the backend with accelerate and transformers' Trainer, which have no plug-in point for one.
 
-ranks that share a sequence read one batch             the loader counts data-parallel ranks only
-each of them returns the loss of the whole sequence    Trainer scales it as it does for tensor-parallel ranks
-`cp_enabled` is False outside the device mesh          it stands for torch's backend, which needs FSDP and drops masks
+Ranks that share a sequence read one batch: the loader counts data-parallel ranks only. Each of them returns the loss of
+the whole sequence, which Trainer scales as it does for tensor-parallel ranks. accelerate uses `cp_enabled` for torch's
+own backend, which requires FSDP and drops masks: it is False, except while the device mesh is built.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def register(*, share_prefixes: bool | int = False) -> None:
         (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
+        (Trainer, floating_point_ops),
     ]  # fmt: skip
+    if hasattr(Trainer, _track_num_input_tokens.__name__):  # some releases count within the training loop
+        wrappers.append((Trainer, _track_num_input_tokens))
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
         raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
@@ -150,8 +153,8 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
     if ring_size(self.parallelism_config) == 1:
         return original(self, *args, **options)
     for x in args:
-        if isinstance(x, torch.nn.Module):
-            _put_on_ring(self, x)
+        if isinstance(x, torch.nn.Module) and not getattr(x, "_is_accelerate_prepared", False):
+            _put_on_ring(x)
     prepared = original(self, *args, **options)
     if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
         from ringflash.deepspeed import engine, parameter_use, refusals
@@ -174,19 +177,22 @@ def prepare_model(
     """
     if ring_size(self.parallelism_config) == 1:
         return original(self, model, device_placement, evaluation_mode)
-    if hasattr(model, "lm_head") or not evaluation_mode:
-        _put_on_ring(self, model)
+    if (hasattr(model, "lm_head") or not evaluation_mode) and not getattr(model, "_is_accelerate_prepared", False):
+        _put_on_ring(model)
     prepared = original(self, model, device_placement, evaluation_mode)
     if evaluation_mode:
         prepared._is_accelerate_prepared = False
     return prepared
 
 
-def _put_on_ring(accelerator: Any, model: Any) -> None:
+def _put_on_ring(model: Any) -> None:
+    from accelerate.state import AcceleratorState
+
     from ringflash.accelerate.forward import put_on_ring
 
-    if not getattr(model, "_is_accelerate_prepared", False):
-        put_on_ring(model, accelerator.torch_device_mesh["cp"].get_group())
+    state: Any = AcceleratorState()
+    if ring_size(state.parallelism_config) > 1:
+        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -286,19 +292,9 @@ def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) 
         from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head
 
         self.accelerator._ringflash_checks_loss = True
-        put_on_ring_with_head(type(self), _put_on_this_ring)
+        put_on_ring_with_head(type(self), _put_on_ring)
         if hasattr(self.args, "num_generations_eval"):
             count_groups_of_rings(self.args, size)
-
-
-def _put_on_this_ring(model: Any) -> None:
-    from accelerate.state import AcceleratorState
-
-    from ringflash.accelerate.forward import put_on_ring
-
-    state: Any = AcceleratorState()
-    if ring_size(state.parallelism_config) > 1:
-        put_on_ring(model, state.device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:
@@ -308,7 +304,7 @@ def get_tp_size(original: Callable[..., Any], self: Any) -> int:
 
 
 def get_cp_size(original: Callable[..., Any], self: Any) -> int:
-    """Return the number of ranks whose losses are those of shards."""
+    """Return the number of ranks that return the loss of a shard only."""
     return original(self) // ring_size(self.accelerator.parallelism_config)
 
 
@@ -336,6 +332,19 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any)
         return original(self, *args)
     finally:
         del self.get_tp_size
+
+
+def floating_point_ops(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
+    """Return this rank's share of the operations of a batch: Trainer adds up those of all ranks."""
+    return original(self, inputs) / ring_size(self.accelerator.parallelism_config)
+
+
+def _track_num_input_tokens(original: Callable[..., Any], self: Any, inputs: Any) -> None:
+    """Count the tokens of a ring's batch once: Trainer adds up those of all ranks."""
+    before = self.state.num_input_tokens_seen
+    original(self, inputs)
+    counted = self.state.num_input_tokens_seen - before
+    self.state.num_input_tokens_seen = before + counted // ring_size(self.accelerator.parallelism_config)
 
 
 def evaluation_loop(original: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:

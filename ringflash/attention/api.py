@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ringflash.attention import operators
@@ -26,21 +26,21 @@ from ringflash.sequence.mask import check_window_size
 
 
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     group: Group,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    cu_seqlens: Tensor | Sequence[Tensor] | None = None,
     layout: str = "zigzag",
     impl: str = "auto",
     transport: str = "auto",
     deterministic: bool = False,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries over the whole sequence.
 
     All ranks of the group call it together, each with the tokens that `local_positions` names. Masks use global
@@ -91,18 +91,18 @@ def ring_attention(
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     options: CallOptions,
     *,
     causal: bool = True,
     softmax_scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    cu_seqlens: Tensor | Sequence[Tensor] | None = None,
     return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Call `ring_attention`, with those of its options that calls of a module share as one value."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Call `ring_attention`, with the options that all calls of a module share as one value."""
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
@@ -131,16 +131,11 @@ def attend(
 
 
 def _attend_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    options: CallOptions,
-    bounds: Sequence[torch.Tensor],
-    arguments: dict[str, Any],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, options: CallOptions, bounds: Sequence[Tensor], arguments: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend each row of a batch to its own documents, one after the other.
 
-    Ranks with other numbers of rows would pair them with those of their next call, so each row has a name.
+    Each row has a name: otherwise ranks with fewer rows would pair their next call with a row of this one.
     """
     rows, named = [], is_eager()
     if not named and not torch.compiler.is_compiling():
@@ -191,14 +186,14 @@ class Explanation:
 
 
 def explain(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     group: Group,
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     layout: str = "zigzag",
     impl: str = "auto",
     transport: str = "auto",
@@ -264,9 +259,9 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
     )
 
 
-def _scale(q: torch.Tensor, given: float | None) -> float:
+def _scale(q: Tensor, given: float | None) -> float:
     """Return the scale, default head_dim ** -0.5. If q has no head_dim, `plan_call` raises on all ranks together."""
-    if isinstance(given, torch.Tensor) and given.requires_grad:
+    if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(
             "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
             "multiply q by it, and give softmax_scale=1.0."
@@ -276,12 +271,12 @@ def _scale(q: torch.Tensor, given: float | None) -> float:
     return float(given)
 
 
-def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
+def _check_rows(cu_seqlens: object, *tensors: Tensor) -> None:
     """Raise ValueError unless a list of bounds has a tensor for each row of the batch."""
     if isinstance(cu_seqlens, Sequence) and not (
         all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
         and cu_seqlens
-        and all(isinstance(bounds, torch.Tensor) for bounds in cu_seqlens)
+        and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
     ):
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
@@ -290,36 +285,30 @@ def _check_rows(cu_seqlens: object, *tensors: torch.Tensor) -> None:
         )
 
 
-def _check_differentiation(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise NotImplementedError under forward-mode differentiation and transforms of torch.func."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
-        _refuse_forward_mode()
-    _refuse_transforms()
+def _check_differentiation(*tensors: Tensor) -> None:
+    """Raise NotImplementedError under forward-mode differentiation of these tensors, and transforms of torch.func.
 
-
-def _check_compiled_differentiation() -> None:
-    """Check the same at trace time, when no tangents can be seen: no forward mode may be active."""
-    _refuse_transforms()
-    if forward_ad._current_level >= 0:
-        _refuse_forward_mode()
-
-
-# As torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes as long as torch itself.
-_check_compiled_differentiation._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _refuse_forward_mode() -> NoReturn:
-    raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
-        "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
-    )
-
-
-def _refuse_transforms() -> None:
+    Without tensors, at trace time, when no tangents can be seen, no forward mode may be active.
+    """
+    if forward_ad._current_level >= 0 and (
+        not tensors or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    ):
+        raise NotImplementedError(  # a custom operator would drop the tangents, and the derivative be 0
+            "q, k and v must carry no tangents, got forward-mode differentiation; use torch.autograd.grad."
+        )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "ring_attention must be called outside of torch.func's transforms, got a call inside one (grad, vjp, vmap, "
             "...); use torch.autograd.grad, and the batch dimension."
         )
+
+
+def _check_compiled_differentiation() -> None:
+    _check_differentiation()
+
+
+# As torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes as long as torch itself.
+_check_compiled_differentiation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sides(window_size: Sequence[int]) -> tuple[int, int]:
@@ -356,19 +345,13 @@ class RingAttention(nn.Module):
         )
         self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[Tensor] | None = None) -> Tensor:
         """Return out, as q; arguments as `ring_attention`."""
         out = attend(
             q, k, v, self.options, causal=self.causal, softmax_scale=self.softmax_scale, window_size=self.window_size,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, Tensor)
         return out
 
     @property

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ringflash.attention import sections
 from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
@@ -48,16 +49,12 @@ T = TypeVar("T")
 class HeadGather(GatherCall):
     """One attention call that gathers K/V by heads, without its tensors."""
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row_max: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
         out, lse = self._issue("forward", self._forward, (q, k, v, row_max))
         return out, lse
 
-    def _forward(
-        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-    ) -> tuple[torch.Tensor, ...]:
+    def _forward(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> tuple[Tensor, ...]:
         q, k, v, row_max = inputs
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
@@ -65,12 +62,12 @@ class HeadGather(GatherCall):
         self._run(ForwardUnits(self, gathered, q, out, lse, row_max), k, v)
         return out, lse
 
-    def backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = self._issue("backward", self._backward, inputs)
         return dq, dk, dv
 
-    def _backward(self, inputs: BackwardInputs) -> tuple[torch.Tensor, ...]:
+    def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
@@ -82,7 +79,7 @@ class HeadGather(GatherCall):
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
         return self.memory.num_posted
 
-    def _gathered(self, pass_name: str, k: torch.Tensor, v: torch.Tensor, num_heads: int) -> GatheredKV:
+    def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
             operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
             sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, operands.dtype)
@@ -92,15 +89,15 @@ class HeadGather(GatherCall):
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)
 
     def _cached(
-        self, name: str, areas: tuple[str, ...], k: torch.Tensor, v: torch.Tensor, num_heads: int, make: Callable[[], T]
+        self, name: str, areas: tuple[str, ...], k: Tensor, v: Tensor, num_heads: int, make: Callable[[], T]
     ) -> T:
         return self.memory.cached(
             (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
         )
 
     def _issue(
-        self, pass_name: str, issue: Callable[[Any], tuple[torch.Tensor, ...]], tensors: Tensors
-    ) -> tuple[torch.Tensor, ...]:
+        self, pass_name: str, issue: Callable[[Any], tuple[Tensor, ...]], tensors: Tensors
+    ) -> tuple[Tensor, ...]:
         """Run a pass by `issue(tensors)`; repeat its tape once there is one."""
         assert tensors[0] is not None
         memory, device = self.memory, tensors[0].device
@@ -117,7 +114,7 @@ class HeadGather(GatherCall):
             with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
                 return tape.repeat(memory, tensors, self.number, watched)
 
-    def _run(self, work: UnitWork, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _run(self, work: UnitWork, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
         masks, device = [block.mask for block in self.blocks], work.gathered.device
         key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
@@ -125,26 +122,28 @@ class HeadGather(GatherCall):
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
-                arrived = work.gathered.publish(k, v, self.impl, self.number)
-            run_units(work, arrived, watched, in_order)
+                markers = work.gathered.publish(k, v, self.impl, self.number)
+            run_units(work, *markers, watched, in_order)
         if not known:
             for mask in masks:
                 mask.cached(key, lambda: True)
 
 
-def run_units(work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+def run_units(
+    work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
     For each unit, in this order: the kernel, the pull of the next unit, and in a backward the return of its gradients,
     which comes after that pull because messages keep their order.
 
     Args:
-        arrived: arrival of the first unit's K/V, from `GatheredKV.publish`.
+        start, arrived: from `GatheredKV.publish`.
         watched: the call as the watchdog sees it.
         in_order: start a unit only after the previous one has ended.
     """
     units, last = work.sizes.units, len(work.sizes.units) - 1
-    run = UnitRun(work, arrived, watched, in_order)
+    run = UnitRun(work, start, arrived, watched, in_order)
     for index, unit in enumerate(units):
         needed = run.prerequisites(index, unit)
         if index == last:  # before the last kernel, which may leave no SM to the barrier
@@ -175,9 +174,11 @@ class UnitRun:
         dq_casts: ends of these casts.
     """
 
-    def __init__(self, work: UnitWork, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool) -> None:
+    def __init__(
+        self, work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+    ) -> None:
         self.work, self.gathered, self.memory, self.watched = work, work.gathered, work.call.memory, watched
-        self.start, self.arrived, self.in_order = self.memory.mark(), arrived, in_order
+        self.start, self.arrived, self.in_order = start, arrived, in_order
         self.to_pull = iter(work.sizes.travelling[1:])
         self.computed: list[Marker] = []
         self.last_in_lane: dict[str, Marker] = {}

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash.attention import sections, transfers
 from ringflash.attention.inputs import KVShape
@@ -96,7 +97,7 @@ class PassSizes:
         """Name a unit for errors and traces."""
         return f"section {unit.section}" + (f", block {unit.block}" if len(self.blocks) > 1 else "")
 
-    def by_section(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+    def by_section(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
         """Return views of x, which has all query heads along `dim`: for each section those that share its K/V."""
         return x.split_with_sizes([count * self.heads_per_kv_head for count in self.heads], dim)
 
@@ -107,9 +108,9 @@ class OwnerArea(NamedTuple):
     All are None if this rank cannot map the area.
     """
 
-    number: torch.Tensor | None
-    flat: torch.Tensor | None
-    by_section: tuple[torch.Tensor, ...] | None
+    number: Tensor | None
+    flat: Tensor | None
+    by_section: tuple[Tensor, ...] | None
 
 
 @dataclass(frozen=True)
@@ -130,20 +131,20 @@ class GatheredKV:
 
     sizes: PassSizes
     memory: GroupAreas
-    own: torch.Tensor
+    own: Tensor
     words: Words
-    keys_values: list[tuple[torch.Tensor, ...]]
+    keys_values: list[tuple[Tensor, ...]]
     moves: list[Callable[[], None]]
-    head_offsets: torch.Tensor
-    line_map: torch.Tensor
-    records: list[torch.Tensor]
+    head_offsets: Tensor
+    line_map: Tensor
+    records: list[Tensor]
 
     @classmethod
     def of(
         cls,
         memory: GroupAreas,
         blocks: tuple[Gathering, ...],
-        k: torch.Tensor,
+        k: Tensor,
         num_heads: int,
         heads: tuple[int, ...],
         operands: Operands | None = None,
@@ -195,26 +196,28 @@ class GatheredKV:
         """
         return len(self.sizes.blocks) == 1
 
-    def publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, number: CallNumber) -> Marker:
+    def publish(self, k: Tensor, v: Tensor, impl: str, number: CallNumber) -> tuple[Marker, Marker]:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from.
 
         The first unit is pulled at once. Its section of large K and V is written before the others, so that it travels
         meanwhile.
 
         Returns:
-            arrival of the first unit. The others may be pulled after all this work.
+            end of this work, after which the others may be pulled, and arrival of the first unit.
         """
         self.memory.step(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
-        arrived = self.pull(self.sizes.travelling[0], self.memory.mark(), [])
+        start = self.memory.mark()
+        arrived = self.pull(self.sizes.travelling[0], start, [])
         if len(self.sizes.published) > 1:
             self._publish(k, v, impl, 1)
             self.memory.barrier(PUBLISHED)
-        return arrived
+            start = self.memory.mark()
+        return start, arrived
 
-    def _publish(self, k: torch.Tensor, v: torch.Tensor, impl: str, part: int) -> None:
+    def _publish(self, k: Tensor, v: Tensor, impl: str, part: int) -> None:
         heads, operands = self.sizes.published[part], self.sizes.operands
         k, v = k[:, :, heads], v[:, :, heads]
         if operands.rounded:
@@ -263,8 +266,8 @@ class GatheredKV:
 
 
 def split_heads(
-    area: torch.Tensor, leading: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
-) -> tuple[torch.Tensor, ...]:
+    area: Tensor, leading: tuple[int, ...], heads: tuple[int, ...], line: tuple[int, ...]
+) -> tuple[Tensor, ...]:
     """Return consecutive views of an area, one for each section: (*leading, heads of the section, *line)."""
     sizes = [math.prod((*leading, count, *line)) for count in heads]
     parts = area[: sum(sizes)].split(sizes)
@@ -288,9 +291,7 @@ def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
     return areas
 
 
-def _buffers(
-    sizes: PassSizes, own: tuple[torch.Tensor, ...], num_buffers: int, device: torch.device
-) -> list[torch.Tensor]:
+def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device: torch.device) -> list[Tensor]:
     """Return memory for the K/V of each unit: a view of a buffer, or of the area for this rank's own keys."""
     batch, operands = sizes.shape.batch, sizes.operands
     shapes = [
@@ -311,7 +312,7 @@ def _buffers(
 
 
 def _incoming(
-    sizes: PassSizes, unit: Unit, target: torch.Tensor, areas: dict[int, OwnerArea], words: Words, rank: int
+    sizes: PassSizes, unit: Unit, target: Tensor, areas: dict[int, OwnerArea], words: Words, rank: int
 ) -> list[Incoming]:
     """List the tensors that arrive for a unit; with the first section of a block also the numbers of the calls."""
     keys, lines = sizes.blocks[unit.block], sizes.operands.lines
@@ -329,7 +330,7 @@ def _incoming(
     return incoming
 
 
-def _outgoing(sizes: PassSizes, unit: Unit, own: torch.Tensor, words: Words, rank: int) -> list[Outgoing]:
+def _outgoing(sizes: PassSizes, unit: Unit, own: Tensor, words: Words, rank: int) -> list[Outgoing]:
     """List the tensors of a unit that other ranks receive; with the first section of a block also the call's number."""
     keys, lines = sizes.blocks[unit.block], sizes.operands.lines
     sends = transfers.key_sends(keys, rank, buffered=sizes.buffered)
@@ -339,7 +340,7 @@ def _outgoing(sizes: PassSizes, unit: Unit, own: torch.Tensor, words: Words, ran
     return outgoing
 
 
-def _head_offsets(sizes: PassSizes) -> torch.Tensor:
+def _head_offsets(sizes: PassSizes) -> Tensor:
     """Return `GatheredKV.head_offsets`, in elements."""
     line = sizes.operands.elements
     return torch.tensor(
@@ -351,7 +352,7 @@ def _head_offsets(sizes: PassSizes) -> torch.Tensor:
     )
 
 
-def _line_map(sizes: PassSizes, rank: int) -> torch.Tensor:
+def _line_map(sizes: PassSizes, rank: int) -> Tensor:
     """Return `GatheredKV.line_map`."""
     operands = sizes.operands
     line_map = torch.empty(sizes.shape.rows // operands.keys, dtype=torch.int32)
@@ -362,7 +363,7 @@ def _line_map(sizes: PassSizes, rank: int) -> torch.Tensor:
     return line_map
 
 
-def _records(sizes: PassSizes, head_offsets: torch.Tensor, line_map: torch.Tensor) -> list[torch.Tensor]:
+def _records(sizes: PassSizes, head_offsets: Tensor, line_map: Tensor) -> list[Tensor]:
     """Return `GatheredKV.records`: (batch, lines, heads of each) each."""
     lines = torch.arange(sizes.shape.batch, device=line_map.device)[:, None] * sizes.area_lines + line_map
     records = (head_offsets[:, 0] + lines[..., None] * head_offsets[:, 1]) // sizes.operands.elements

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from ringflash.attention import sections, transfers
 from ringflash.attention.gathered_buffers import GatheredKV, PassSizes, split_heads
@@ -40,14 +41,14 @@ class GradientReturn:
     memory: GroupAreas
     num_buffers: int
     batches: dict[int, tuple[int, ...]]
-    kernel_grads: list[tuple[torch.Tensor, ...]]
-    sums: list[tuple[torch.Tensor, torch.Tensor]]
+    kernel_grads: list[tuple[Tensor, ...]]
+    sums: list[tuple[Tensor, Tensor]]
     moves: list[Callable[[], None]]
-    sources: list[torch.Tensor]
+    sources: list[Tensor]
     max_readers: list[int]
 
     @classmethod
-    def of(cls, gathered: GatheredKV, k: torch.Tensor) -> GradientReturn:
+    def of(cls, gathered: GatheredKV, k: Tensor) -> GradientReturn:
         """Reserve the memory of the gradients of a pass, and list their transfers.
 
         Args:
@@ -64,8 +65,8 @@ class GradientReturn:
         most = max(received_rows[unit.block] * sizes.heads[unit.section] for unit in units)
         received = buffer("dkv.in", (most * sizes.line,), dtype, device)
         own_sums = _own_sums(sizes, dtype, device) if len(sizes.blocks) > 1 else []
-        kernel_grads: list[tuple[torch.Tensor, ...]] = []
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        kernel_grads: list[tuple[Tensor, ...]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         listed: list[tuple[list[Incoming], list[Outgoing], str]] = []
         for unit in sizes.units:
             if unit.transfer is None:
@@ -109,7 +110,7 @@ class GradientReturn:
             return []
         return [returns[transfer - self.num_buffers]]
 
-    def collect(self, index: int, dk: Sequence[torch.Tensor], dv: Sequence[torch.Tensor], impl: str) -> None:
+    def collect(self, index: int, dk: Sequence[Tensor], dv: Sequence[Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
         Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
@@ -141,7 +142,7 @@ def _num_buffers(sizes: PassSizes) -> int:
 
 def _map_areas(
     memory: GroupAreas, sizes: PassSizes, units: list[Unit], num_buffers: int, dtype: torch.dtype
-) -> dict[int, tuple[torch.Tensor, ...] | None]:
+) -> dict[int, tuple[Tensor, ...] | None]:
     """Reserve the buffers of gradients, and return views of this rank's and its readers'; None if not mapped."""
     row = sizes.shape.batch * sizes.line
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
@@ -152,7 +153,7 @@ def _map_areas(
     return {rank: None if area is None else area.split(elements) for rank, area in areas.items()}
 
 
-def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return the sums of gradients of this rank's own keys, for each section: (batch, rows, heads, line)."""
     leading, line = sizes.shape[:2], sizes.line
     buffers = [
@@ -165,8 +166,8 @@ def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _unit_buffers(
-    sizes: PassSizes, unit: Unit, areas: dict[int, tuple[torch.Tensor, ...] | None], index: int, rank: int
-) -> dict[int, torch.Tensor | None]:
+    sizes: PassSizes, unit: Unit, areas: dict[int, tuple[Tensor, ...] | None], index: int, rank: int
+) -> dict[int, Tensor | None]:
     """Return the buffer of a unit on this rank and on its readers, (batch, rows, heads, line); None if not mapped."""
     keys, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
     leading = sizes.shape.batch, keys.capacity
@@ -178,7 +179,7 @@ def _unit_buffers(
 
 
 def _incoming(
-    sizes: PassSizes, unit: Unit, arrived: torch.Tensor, buffers: dict[int, torch.Tensor | None], rank: int
+    sizes: PassSizes, unit: Unit, arrived: Tensor, buffers: dict[int, Tensor | None], rank: int
 ) -> list[Incoming]:
     """List the gradients of this rank's rows that arrive from readers of a unit."""
     batch, incoming = sizes.shape.batch, []
@@ -191,13 +192,13 @@ def _incoming(
     return incoming
 
 
-def _outgoing(sizes: PassSizes, unit: Unit, written: torch.Tensor, rank: int) -> list[Outgoing]:
+def _outgoing(sizes: PassSizes, unit: Unit, written: Tensor, rank: int) -> list[Outgoing]:
     """List the gradients of a unit that other owners receive."""
     sends = transfers.gradient_sends(sizes.blocks[unit.block], rank)
     return [Outgoing(sequence[here : here + size], peer) for peer, here, size in sends for sequence in written]
 
 
-def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> torch.Tensor:
+def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> Tensor:
     """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
 
     Args:

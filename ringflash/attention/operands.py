@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import KEYS_OF_RECORD, BackwardPass, record_bytes
 
@@ -36,14 +37,14 @@ class Operands:
     widths: tuple[int, int]
 
     @classmethod
-    def of(cls, k: torch.Tensor, v: torch.Tensor, *, rounded: bool, for_backward: bool) -> Operands:
+    def of(cls, k: Tensor, v: Tensor, *, rounded: bool, for_backward: bool) -> Operands:
         """Return the form of these k and v: (batch, seqlen, num_kv_heads, head_dim)."""
         widths = k.shape[3], v.shape[3]
         if rounded:
             return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8, widths)
         return cls(False, for_backward, 1, (sum(widths),), k.dtype, widths)
 
-    def lines_of(self, k: torch.Tensor) -> tuple[int, ...]:
+    def lines_of(self, k: Tensor) -> tuple[int, ...]:
         """Return the shape of the lines of k: (batch, lines, num_kv_heads, *shape); the last line may be padded."""
         return k.shape[0], -(-k.shape[1] // self.keys), k.shape[2], *self.shape
 
@@ -56,18 +57,18 @@ class Operands:
         """Return the lines of the keys [first, first + size), which must be whole lines."""
         return slice(first // self.keys, (first + size) // self.keys)
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor, kernel: ModuleType, out: torch.Tensor) -> None:
+    def pack(self, k: Tensor, v: Tensor, kernel: ModuleType, out: Tensor) -> None:
         """Write the lines of k and v to `out`."""
         if self.rounded:
             kernel.quantise_kv(k, v, for_backward=self.for_backward, out=out)
         else:
             torch.cat((k, v), dim=3, out=out)
 
-    def unpack(self, lines: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def unpack(self, lines: Tensor) -> tuple[Tensor, ...]:
         """Return what kernels take: K and V, or the records."""
         return (lines,) if self.rounded else lines.split(self.widths, 3)
 
-    def queries(self, q: torch.Tensor, kernel: ModuleType) -> object:
+    def queries(self, q: Tensor, kernel: ModuleType) -> object:
         """Return q in the form that `forward` takes."""
         return kernel.quantise_q(q) if self.rounded else q
 

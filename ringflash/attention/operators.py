@@ -165,12 +165,14 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     out, lse, row_max, record = output
     ctx.save_for_backward(q, k, v, out, lse, row_max, record)
     ctx.options, ctx.return_lse = options, return_lse
+    ctx.set_materialize_grads(False)  # a kernel and three allocations a call
     ctx.mark_non_differentiable(*((row_max, record) if return_lse else (lse, row_max, record)))
 
 
 def _backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
     q, k, v, out, lse, row_max, record = ctx.saved_tensors
-    dlse = dlse if ctx.return_lse else None
+    dout = torch.zeros_like(out) if dout is None else dout
+    dlse = torch.zeros_like(lse) if ctx.return_lse and dlse is None else dlse  # on all ranks alike
     direct = _is_unobserved(dout, q, k, v) and _has_declared_types(None, *ctx.options)
     differentiate = _gradients if direct else ring_attention_backward
     grads = differentiate(dout, dlse, q, k, v, out, lse, row_max, record, *ctx.options)

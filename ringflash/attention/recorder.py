@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -97,7 +98,7 @@ class Recorder(TorchDispatchMode):
             self._note_operator(func, args, kwargs or {}, out)
         return out
 
-    def finish(self, results: tuple[torch.Tensor, ...]) -> tuple[list[Step], list[int]]:
+    def finish(self, results: tuple[Tensor, ...]) -> tuple[list[Step], list[int]]:
         """Return the steps of a repetition, and the slots of the results; none of either if it cannot be repeated."""
         self._drop_freed()
         slots = [self.slots.of_result(x) for x in results]
@@ -133,8 +134,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Note an operator that is no view; one that writes to no element of a tensor is left out."""
-        tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, torch.Tensor)]
-        in_place = isinstance(out, torch.Tensor) and bool(tensors) and out is tensors[0][1]
+        tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, Tensor)]
+        in_place = isinstance(out, Tensor) and bool(tensors) and out is tensors[0][1]
         if in_place and not out.numel():
             return
         self._drop_freed()
@@ -142,11 +143,11 @@ class Recorder(TorchDispatchMode):
         if func in ALLOCATIONS:
             self._note_allocation(out)
             return
-        nested = len([x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]) > len(tensors)
+        nested = len([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]) > len(tensors)
         if nested or not (in_place or self.slots.is_new(out)):
             self.give_up(f"the operator {func}")
             return
-        template, views = list(args), list[tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]]()
+        template, views = list(args), list[tuple[int, int, Callable[[Tensor], Tensor]]]()
         for place, x in tensors:
             slot, offset = self.slots.place(x)
             if slot is not None:
@@ -169,7 +170,7 @@ class Recorder(TorchDispatchMode):
 
         self._recorded.append(RecordedStep(Role.WORK, again, self._entered))
 
-    def _note_allocation(self, out: torch.Tensor) -> None:
+    def _note_allocation(self, out: Tensor) -> None:
         self.slots.add(out)
         shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
 

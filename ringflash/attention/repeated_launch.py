@@ -7,10 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ringflash.attention.steps import Repetition, Step
-from ringflash.comm.driver import Command, driver, plain_launch
+from ringflash.comm.commands import Command
+from ringflash.comm.driver import driver, plain_launch
 
 
 class Address:
@@ -26,7 +27,7 @@ class Address:
 
 
 def repeat_launch(
-    launch: Any, place_of: Callable[[torch.Tensor], tuple[int | None, int]]
+    launch: Any, place_of: Callable[[Tensor], tuple[int | None, int]]
 ) -> tuple[Step, list[Command] | None]:
     """Return the step that repeats a launch, and the command that does the same, if there is one.
 
@@ -40,7 +41,7 @@ def repeat_launch(
     pointers, maps = dict[int, tuple[int, int]](), list[tuple[int, int] | None]()
     for place, x in enumerate(given):
         base = None
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, Tensor):
             slot, offset = place_of(x)
             template[place] = offset
             if slot is not None:

@@ -185,10 +185,10 @@ def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, mul
         ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask, cp_size, layout)
-    seen = {rank: _seen(mask, shard, layout, multiple) for rank, shard in enumerate(shards)}
-    segments = list(_segments(shards, list(seen.values())))
-    limits = max(keys.num_rows for keys in seen.values()), _max_returned_rows(segments, list(seen.values()))
-    return _gathering(mask, shards, cp_rank, segments, seen, *limits, whole=True)
+    seen = [_seen(mask, shard, layout, multiple) for shard in shards]
+    segments = list(_segments(shards, seen))
+    limits = max(keys.num_rows for keys in seen), _max_returned_rows(segments, seen)
+    return _gathering(mask, shards, cp_rank, segments, dict(enumerate(seen)), *limits, whole=True)
 
 
 @lru_cache(maxsize=8)
@@ -299,18 +299,15 @@ def _max_returned_rows(segments: list[tuple[int, Chunk]], seen: list[SeenKeys]) 
     return max(rows)
 
 
-def _joined_chunks(found: Iterable[Chunk]) -> Iterator[Chunk]:
+def _joined_chunks(found: Iterable[Chunk]) -> list[Chunk]:
     """Join chunks with consecutive positions."""
-    joined: Chunk | None = None
+    joined: list[Chunk] = []
     for chunk in found:
-        if joined is not None and joined.stop == chunk.start:
-            joined = Chunk(joined.start, chunk.stop, joined.row)
-            continue
-        if joined is not None:
-            yield joined
-        joined = chunk
-    if joined is not None:
-        yield joined
+        if joined and joined[-1].stop == chunk.start:
+            joined[-1] = joined[-1]._replace(stop=chunk.stop)
+        else:
+            joined.append(chunk)
+    return joined
 
 
 def _shards(mask: SequenceMask, cp_size: int, layout: str) -> list[tuple[Chunk, ...]]:

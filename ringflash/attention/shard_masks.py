@@ -62,16 +62,16 @@ def _own_documents(mask: SequenceMask, shard: tuple[Chunk, ...], upper: int | No
     return (Region(start[d], stop[d], start[d], stop[d], None, upper) for d in start)
 
 
-def _joined(regions: list[Region]) -> Iterator[Region]:
+def _joined(regions: list[Region]) -> list[Region]:
     """Join neighbouring regions that one band can describe."""
-    waiting: Region | None = None
+    joined: list[Region] = []
     for region in regions:
-        union = None if waiting is None else _union(waiting, region)
-        if union is None and waiting is not None:
-            yield waiting
-        waiting = union or region
-    if waiting is not None:
-        yield waiting
+        union = _union(joined[-1], region) if joined else None
+        if union is None:
+            joined.append(region)
+        else:
+            joined[-1] = union
+    return joined
 
 
 def _union(a: Region, b: Region) -> Region | None:

@@ -30,5 +30,5 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
             f" for out {tuple(out.shape)}, got {tuple(lse.shape)} and {tuple(sinks.shape)}; transpose them."
         )
     gap = lse - sinks.to(lse.dtype)[:, None]
-    share = torch.sigmoid(gap.masked_fill(lse == -torch.inf, -torch.inf))  # also beside a sink of -inf
+    share = torch.sigmoid(gap.masked_fill(lse == -torch.inf, -torch.inf))  # also with a sink of -inf
     return (out * share.transpose(1, 2)[..., None]).to(out.dtype)

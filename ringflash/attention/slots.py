@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -25,7 +25,7 @@ class Slots:
     """
 
     def __init__(self, tensors: Tensors, give_up: Callable[[str], None]) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[Tensor] = []
         self._give_up = give_up
         self._addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self._dtypes = [None if x is None else x.dtype for x in tensors]
@@ -34,7 +34,7 @@ class Slots:
         self._input_storages = {x.untyped_storage()._cdata for x in tensors if x is not None}
         self._allocated: dict[int, tuple[int, StorageWeakRef]] = {}  # slots, by storage
 
-    def add_views(self, x: torch.Tensor, views: Any) -> None:
+    def add_views(self, x: Tensor, views: Any) -> None:
         """Note views, if they are of an input."""
         known = self._inputs.get(id(x))
         if known is not None:
@@ -42,12 +42,12 @@ class Slots:
 
     def is_new(self, out: Any) -> bool:
         """True if an operator returned one new tensor."""
-        if not isinstance(out, torch.Tensor):
+        if not isinstance(out, Tensor):
             return False
         storage = out.untyped_storage()._cdata
         return storage not in self._allocated and storage not in self._input_storages
 
-    def add(self, x: torch.Tensor) -> None:
+    def add(self, x: Tensor) -> None:
         """Give a new tensor the next slot."""
         storage = x.untyped_storage()
         self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage)
@@ -61,7 +61,7 @@ class Slots:
                 del self._allocated[storage]
                 yield slot
 
-    def place(self, x: torch.Tensor) -> tuple[int | None, int]:
+    def place(self, x: Tensor) -> tuple[int | None, int]:
         """Return the slot of a tensor and its offset there; without a slot its address."""
         storage = x.untyped_storage()._cdata
         if not x.numel():
@@ -77,11 +77,11 @@ class Slots:
             return None, x.data_ptr()
         return slot, x.data_ptr() - self._addresses[slot]
 
-    def has_dtype(self, slot: int, x: torch.Tensor) -> bool:
+    def has_dtype(self, slot: int, x: Tensor) -> bool:
         """True if a tensor has the dtype of that of its slot."""
         return x.dtype == self._dtypes[slot]
 
-    def of_result(self, x: torch.Tensor) -> int:
+    def of_result(self, x: Tensor) -> int:
         """Return the slot of a result, which must be an allocation."""
         slot, offset = self.place(x)
         if slot is None or offset or id(x) in self._inputs:

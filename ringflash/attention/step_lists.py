@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ringflash.attention.steps import Step, entering, issuing, recording, taking
-from ringflash.comm.driver import Command, Driver, driver, new_event, record_command, wait_command
+from ringflash.comm.commands import Command, record_command, wait_command
+from ringflash.comm.driver import Driver, driver
+from ringflash.comm.events import new_event
 from ringflash.comm.transport.lanes import Lanes
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.driver import Command, CommandList, Driver, address_of, take_event
+from ringflash.comm.commands import Command
+from ringflash.comm.driver import CommandList, Driver
+from ringflash.comm.events import address_of, take_event
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
-Tensors = Sequence[torch.Tensor | None]
+Tensors = Sequence[Tensor | None]
 
 
 class Repetition:
@@ -37,12 +40,12 @@ class Repetition:
 Step = Callable[[Repetition], None]
 
 
-def view_of(x: torch.Tensor, offset: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def view_of(x: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
     """Return the function that takes the same view as x of the tensor of its slot."""
     shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
     first = offset // dtype.itemsize
 
-    def view(base: torch.Tensor) -> torch.Tensor:
+    def view(base: Tensor) -> Tensor:
         return base.as_strided(shape, strides, base.storage_offset() + first)
 
     return view

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ringflash.attention.recorder import Recorder
 from ringflash.attention.steps import Repetition, Step, Tensors
@@ -42,9 +43,7 @@ class Tape:
         self.num_events = 0
         self.calls = 0
 
-    def record(
-        self, memory: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[torch.Tensor, ...]]
-    ) -> tuple[torch.Tensor, ...]:
+    def record(self, memory: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Make a call by `issue(tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
         self.calls += 1
         given = [id(x) for x in tensors if x is not None]
@@ -64,14 +63,15 @@ class Tape:
 
     def repeat(
         self, memory: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Make a call with other tensors of the same form, and return its results."""
         now, caller = Repetition(tensors, number, watched, self.num_events), memory.current()
         try:
             for step in self.steps:
                 step(now)
         finally:
-            memory.enter(caller)
+            if memory.current() is not caller:
+                memory.enter(caller)
         return tuple([now.tensors[slot] for slot in self.results])  # type: ignore[misc]
 
 

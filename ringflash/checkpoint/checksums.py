@@ -115,11 +115,7 @@ def write_checksums(directory: Path, sums: dict[str, Sums]) -> None:
 
 
 def check_sums(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Check that this rank's share of a checkpoint's files holds the bytes that were written.
-
-    Raises:
-        ValueError: a file differs (names the range of bytes) or cannot be read.
-    """
+    """Raise ValueError if a file in this rank's share of a checkpoint does not hold the bytes that were written."""
     try:
         damaged = _first_damaged(directory, rank, num_ranks)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from ringflash.checkpoint.checksums import CHECKSUMS, check_sums
-from ringflash.comm import agreement
+from ringflash.comm.agreement import READ_TIMEOUT, raising_together
 
 _TORCH_METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
@@ -68,12 +68,8 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
 
 def check_together(directory: Path) -> None:
     """Run `check_checkpoint` on all ranks of the job, which divide the checksums; every rank raises or none does."""
-    error: Exception | None = None
-    try:
+    with raising_together(dist.group.WORLD, {"checkpoint": str(directory)}, timeout=READ_TIMEOUT):
         check_checkpoint(directory, dist.get_rank(), dist.get_world_size())
-    except (ValueError, OSError) as problem:
-        error = problem
-    agreement.agree(dist.group.WORLD, {"checkpoint": str(directory)}, error, timeout=agreement.READ_TIMEOUT)
 
 
 class _Records(pickle.Unpickler):

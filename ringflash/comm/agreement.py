@@ -12,9 +12,10 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -134,6 +135,27 @@ def agree(
     return checksum
 
 
+@contextmanager
+def raising_together(
+    group: Group, signature: dict[str, object], device: torch.device = _CPU, **options: Any
+) -> Iterator[None]:
+    """Do work in which only this rank may fail, then `agree`, with its error if it has one.
+
+    Args:
+        signature: may still be filled by the work.
+        options: timeout and remedy, as `agree`.
+    """
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        if group is None:
+            raise
+        error = problem
+    if group is not None:
+        agree(group, signature, error, device, **options)
+
+
 def _known_checksum(group: dist.ProcessGroup, signature: dict[str, object], errors: _Errors) -> int | None:
     """Return the checksum of a kind of call that was compared; None for another one."""
     for known in _compared.get(group, ()):
@@ -168,7 +190,7 @@ class TrackedCall:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._count: Callable[[], int] = _no_messages
+        self._count: Callable[[], int] = int  # 0, until `count_by`
         self._before = 0
 
     def __enter__(self) -> Self:
@@ -188,10 +210,6 @@ class TrackedCall:
             count: returns the number of message batches, or barriers, that this rank has posted so far in all calls.
         """
         self._count, self._before = count, count()
-
-
-def _no_messages() -> int:
-    return 0
 
 
 def _interrupt(group: dist.ProcessGroup, place: str) -> None:
@@ -267,7 +285,7 @@ def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> Non
     if _ERRORS_IN_CALLS in fields:
         remedy = "start the processes again: messages are left over from a call that did not end alike"
     elif "call" in fields:
-        remedy = "run the same layers, forward and backward, in one order on every rank"
+        remedy = "run the same layers, forward and backward, in one order and mode (train or eval) on every rank"
     elif "ringflash" in fields:
         remedy = "install one version of ringflash on all hosts"
     elif fields == ["kernel"]:

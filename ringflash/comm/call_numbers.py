@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from ringflash.comm.commands import Command, copy_command, write_command
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.driver import Command, copy_command, write_command
 from ringflash.comm.group import store_of
 
 HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it
@@ -60,8 +61,8 @@ class CallNumber(NamedTuple):
 NO_NUMBER = CallNumber()  # for a single process
 
 
-class Arrival(Protocol):
-    """Marker that is recorded after the words of a call."""
+class Marker(Protocol):
+    """Point in the work of a stream, for which other streams and the watchdog can wait."""
 
     def query(self) -> bool:
         """Return True if the work before it has finished."""
@@ -70,11 +71,11 @@ class Arrival(Protocol):
 class _Unread(NamedTuple):
     """Words of a call that the host has not compared yet."""
 
-    arrival: Arrival
+    arrival: Marker
     call: CallNumber
-    words: torch.Tensor  # on the host
+    words: Tensor  # on the host
     senders: Sequence[int]
-    unused: list[torch.Tensor] | None  # takes the words back
+    unused: list[Tensor] | None  # takes the words back
 
 
 class _Calls:
@@ -119,10 +120,10 @@ def is_eager() -> bool:
 
 
 @contextmanager
-def in_layer(name: str) -> Iterator[None]:
-    """Give the calls inside the name of a layer, unless an outer context has given them one."""
+def in_layer(name: str, training: bool) -> Iterator[None]:
+    """Give the calls inside the name of a layer and its mode, unless an outer context has given them one."""
     global _layer
-    outer, _layer = _layer, _layer or name
+    outer, _layer = _layer, _layer or (name if training else f"{name} in evaluation mode")
     try:
         yield
     finally:
@@ -149,15 +150,15 @@ def begin(group: dist.ProcessGroup | None) -> int:
     return calls.count
 
 
-def word_in(area: torch.Tensor) -> torch.Tensor:
+def word_in(area: Tensor) -> Tensor:
     """Return the word of the call in the header of an area, as a view: (1,), int64."""
     return area[:8].view(torch.int64)
 
 
 # Host memory for words, by their number and the kind of device; that of calls which have been compared is used again.
 # None is given back to torch, which does not know of the driver's copies to it.
-_unused_words: defaultdict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
-_host_words: list[torch.Tensor] = []
+_unused_words: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
+_host_words: list[Tensor] = []
 
 
 class Words:
@@ -169,12 +170,12 @@ class Words:
         device: device of K/V.
     """
 
-    def __init__(self, own: torch.Tensor, senders: Sequence[int], device: torch.device) -> None:
+    def __init__(self, own: Tensor, senders: Sequence[int], device: torch.device) -> None:
         self.own, self.senders = own, tuple(senders)
         self.arrived = torch.zeros(len(self.senders), dtype=torch.int64, device=device)
         self.unused = _unused_words[len(self.senders), device.type]
 
-    def arrival_of(self, sender: int) -> torch.Tensor:
+    def arrival_of(self, sender: int) -> Tensor:
         """Return the memory at which a peer's word arrives: (1,)."""
         index = self.senders.index(sender)
         return self.arrived[index : index + 1]
@@ -188,7 +189,7 @@ class Words:
         """Return `write` as commands for the driver."""
         return [write_command(stream, self.own.data_ptr())]
 
-    def for_host(self, call: CallNumber) -> torch.Tensor | None:
+    def for_host(self, call: CallNumber) -> Tensor | None:
         """Return host memory for the arriving words; None if there are none to compare."""
         device = self.arrived.device
         if not self.senders or not call.value or capturing(device):
@@ -199,17 +200,12 @@ class Words:
         _host_words.append(made)
         return made
 
-    def send_to_host(self, on_host: torch.Tensor) -> None:
+    def send_to_host(self, on_host: Tensor) -> None:
         """Copy the words that have arrived on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
 
     def expect(
-        self,
-        group: dist.ProcessGroup,
-        members: Sequence[int],
-        call: CallNumber,
-        arrival: Arrival,
-        on_host: torch.Tensor,
+        self, group: dist.ProcessGroup, members: Sequence[int], call: CallNumber, arrival: Marker, on_host: Tensor
     ) -> None:
         """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
 
@@ -219,18 +215,18 @@ class Words:
         senders = [members[sender] if members else sender for sender in self.senders]
         expect(group, arrival, call, on_host, senders, self.unused)
 
-    def send_commands(self, on_host: torch.Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
+    def send_commands(self, on_host: Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
         """Return `send_to_host` as commands for the driver."""
         return [copy_command(stream, 0, self.arrived.data_ptr(), self.arrived.nbytes, index_of(on_host))]
 
 
 def expect(
     group: dist.ProcessGroup,
-    arrival: Arrival,
+    arrival: Marker,
     call: CallNumber,
-    words: torch.Tensor,
+    words: Tensor,
     senders: Sequence[int],
-    unused: list[torch.Tensor] | None = None,
+    unused: list[Tensor] | None = None,
 ) -> None:
     """Queue the words of a call for comparison once they have arrived.
 

@@ -10,12 +10,7 @@ from ringflash.comm.agreement import agree
 
 
 class CallOrder:
-    """Names of calls, in the order in which this rank makes them.
-
-    Args:
-        kind: what the names are of, in the error.
-        remedy: end of the error.
-    """
+    """Names of calls, in the order in which this rank makes them; `kind` says in errors what they are names of."""
 
     def __init__(self, group: dist.ProcessGroup, kind: str, remedy: str) -> None:
         self.group, self._kind, self._remedy = group, kind, remedy

@@ -70,12 +70,7 @@ def register_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> tupl
 
 
 class _Peers:
-    """Ranks of a group that use memory and communicators of this process until all of them are idle.
-
-    Args:
-        group: its ranks.
-        device: device of this rank.
-    """
+    """Ranks of a group that use memory and communicators of this process until all of them are idle."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()

@@ -20,7 +20,7 @@ def gather_values(group: dist.ProcessGroup, value: T) -> list[T]:
 
 
 def checksum(x: Tensor, start: int = 0) -> int:
-    """Return a CRC-32 of the dtype, shape and bytes of a tensor, continued from that of others."""
+    """Return a CRC-32 of the dtype, shape and bytes of a tensor, which continues the CRC-32 `start` of others."""
     contents = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(contents.numpy().data, zlib.crc32(f"{x.dtype}{tuple(x.shape)}".encode(), start))
 

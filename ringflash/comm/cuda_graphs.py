@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _held: dict[int, object] = {}
 
@@ -23,9 +24,9 @@ def keep_alive(thing: object) -> None:
     _held[id(thing)] = thing
 
 
-def held_tensors() -> list[torch.Tensor]:
+def held_tensors() -> list[Tensor]:
     """Return the tensors that were kept directly, not as part of another object."""
-    return [thing for thing in _held.values() if isinstance(thing, torch.Tensor)]
+    return [thing for thing in _held.values() if isinstance(thing, Tensor)]
 
 
 def release() -> None:

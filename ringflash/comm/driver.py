@@ -1,4 +1,4 @@
-"""Lists of commands for the CUDA driver, each of which is issued by one call of a function in C.
+"""The CUDA driver, and lists of commands, each of which is issued by one call of a function in C.
 
 Asked by Python, an event takes the host 2 to 5 µs, and a kernel 10 to 20. The driver itself needs 1 to 3.
 """
@@ -8,88 +8,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 
-_SOURCE = r"""
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <stdint.h>
+from ringflash.comm.commands import LAUNCH, Command
+from ringflash.comm.issue_in_c import compiled
 
-typedef uint32_t u32;
-typedef uint64_t u64; /* also handles, and addresses of hosts and devices */
-
-struct driver {
-    int (*record)(u64 event, u64 stream);
-    int (*wait)(u64 stream, u64 event, u32 flags);
-    int (*write)(u64 stream, u64 address, u64 value, u32 flags);
-    int (*copy)(u64 target, u64 source, u64 bytes, u64 stream);
-    int (*launch)(u64 function, u32, u32, u32, u32, u32, u32, u32 shared, u64 stream, u64 params, u64 extra);
-    int (*replace)(u64 map, u64 address);
-};
-
-struct patch { u64 at, offset; u32 slot, is_map; };
-struct kernel { u64 function, params, patches; u32 num_patches, grid[3], block[3], shared; };
-struct copies {
-    int (*start)(u64 targets, u64 sources, u64 bytes, u64 count, u64 attributes, u64 firsts, u64 one, u64 stream);
-    u64 targets, sources, bytes, count, attributes, firsts;
-};
-enum { RECORD, WAIT, WRITE, COPY, COPIES, LAUNCH };
-struct command { u32 kind; int32_t value; u64 stream, a, b, c; };
-
-static int launch(const struct driver *driver, const struct kernel *kernel, u64 stream, const u64 *slots)
-{
-    const struct patch *patches = (const struct patch *)kernel->patches;
-    for (u32 i = 0; i < kernel->num_patches; i++) {
-        u64 address = slots[patches[i].slot] + patches[i].offset;
-        int error = 0;
-        if (patches[i].is_map)
-            error = driver->replace(patches[i].at, address);
-        else
-            *(u64 *)patches[i].at = address;
-        if (error)
-            return error;
-    }
-    const u32 *grid = kernel->grid, *block = kernel->block;
-    return driver->launch(kernel->function, grid[0], grid[1], grid[2], block[0], block[1], block[2], kernel->shared,
-                          stream, kernel->params, 0);
-}
-
-static int start(const struct copies *c, u64 stream)
-{
-    return c->start(c->targets, c->sources, c->bytes, c->count, c->attributes, c->firsts, 1, stream);
-}
-
-/* Issue commands until one fails. Return 0 or the driver's error. */
-int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots, const u64 *values,
-          u64 word)
-{
-    for (u64 i = 0; i < count; i++) {
-        const struct command *c = &commands[i];
-        u64 a = c->value < 0 ? c->a : values[c->value];
-        int error = 1;
-        switch (c->kind) {
-        case RECORD: error = driver->record(a, c->stream); break;
-        case WAIT: error = driver->wait(c->stream, a, 0); break;
-        case WRITE: error = driver->write(c->stream, a, word, 0); break;
-        case COPY: error = driver->copy(a, c->b, c->c, c->stream); break;
-        case COPIES: error = start((const struct copies *)a, c->stream); break;
-        case LAUNCH: error = launch(driver, (const struct kernel *)a, c->stream, slots); break;
-        }
-        if (error)
-            return error;
-    }
-    return 0;
-}
-
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, NULL};
-PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
-"""
-_RECORD, _WAIT, _WRITE, _COPY, _COPIES, _LAUNCH = range(6)
 _FUNCTIONS = (
     "cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue64_v2", "cuMemcpyAsync", "cuLaunchKernel",
     "cuTensorMapReplaceAddress",
@@ -102,94 +28,6 @@ _MAP_BYTES = 128  # of a descriptor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAN_WRITE = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _CLUSTER, _COOPERATIVE = 4, 2  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _COOPERATIVE
-
-
-class Command(NamedTuple):
-    """A command: its kind, stream, and arguments.
-
-    Args:
-        value: index of the value of a call that replaces `a`; -1: none.
-        kept: objects at whose addresses the driver reads.
-    """
-
-    kind: int
-    stream: int
-    a: int
-    value: int = -1
-    b: int = 0
-    c: int = 0
-    kept: Any = None
-
-
-def record_command(stream: int, event: int, value: int = -1) -> Command:
-    """Record an event on a stream, or that of each call."""
-    return Command(_RECORD, stream, event, value)
-
-
-def wait_command(stream: int, event: int, value: int = -1) -> Command:
-    """Let a stream wait for an event, or for that of each call."""
-    return Command(_WAIT, stream, event, value)
-
-
-def write_command(stream: int, address: int) -> Command:
-    """Write the word of each call, 8 bytes, to device memory."""
-    return Command(_WRITE, stream, address)
-
-
-def copy_command(stream: int, target: int, source: int, num_bytes: int, value: int = -1) -> Command:
-    """Copy memory of devices, or to host memory of each call, which must be pinned."""
-    return Command(_COPY, stream, target, value, source, num_bytes)
-
-
-def copies_command(stream: int, start: Any, arrays: Sequence[Any], attributes: Any, firsts: Any) -> Command:
-    """Start several copies in one call.
-
-    Args:
-        start: the driver's function.
-        arrays: targets, sources and sizes, ctypes arrays as `start` takes them; also attributes and firsts.
-    """
-    function = ctypes.cast(start, ctypes.c_void_p).value or 0
-    targets, sources, sizes = map(ctypes.addressof, arrays)
-    numbers = function, targets, sources, sizes, len(arrays[0]), ctypes.addressof(attributes), ctypes.addressof(firsts)
-    made = (ctypes.c_uint64 * len(numbers))(*numbers)
-    return Command(_COPIES, stream, ctypes.addressof(made), kept=(made, start, arrays, attributes, firsts))
-
-
-class ReusedEvent:
-    """An event of a call; once nobody refers to this object, the event is used again."""
-
-    __slots__ = ("_event", "_unused", "cuda_event")
-
-    def __init__(self, event: torch.cuda.Event, unused: list[torch.cuda.Event]) -> None:
-        self._event, self._unused, self.cuda_event = event, unused, event.cuda_event
-
-    def query(self) -> bool:
-        """Return True if the work before it has finished."""
-        return self._event.query()
-
-    def __del__(self) -> None:
-        self._unused.append(self._event)
-
-
-_unused_events: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)  # by device
-
-
-def take_event(stream: torch.cuda.Stream) -> ReusedEvent:
-    """Return an event that nobody uses, of the device of a stream."""
-    unused = _unused_events[stream.device_index]
-    return ReusedEvent(unused.pop() if unused else new_event(stream), unused)
-
-
-def new_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event that has a handle, which torch makes when it is recorded first."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
-
-
-def address_of(thing: ReusedEvent | torch.Tensor) -> int:
-    """Return the handle of an event, or the address of a tensor."""
-    return thing.data_ptr() if isinstance(thing, torch.Tensor) else thing.cuda_event
 
 
 class _Command(ctypes.Structure):
@@ -226,7 +64,7 @@ class CommandList:
     """Commands that are issued together, in their order.
 
     Args:
-        commands: results of the functions above and of `Driver.captured_launch`.
+        commands: those of `ringflash.comm.commands` and of `Driver.plain_launch`.
     """
 
     def __init__(self, driver: Driver, commands: Sequence[Command]) -> None:
@@ -316,7 +154,7 @@ class Driver:
                 node.kernel or node.function, ctypes.addressof(params), ctypes.addressof(array), len(patches),
                 node.grid, node.block, node.shared,
             )  # fmt: skip
-        return Command(_LAUNCH, stream, ctypes.addressof(kernel), kept=(kernel, array, params, memory))
+        return Command(LAUNCH, stream, ctypes.addressof(kernel), kept=(kernel, array, params, memory))
 
     @contextmanager
     def _captured(self, launch: Callable[[torch.cuda.Stream], object]) -> Iterator[_NodeParams | None]:
@@ -350,16 +188,6 @@ class Driver:
         while not look(function, ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)):
             yield size.value
             index += 1
-
-
-def compiled() -> Callable[..., int]:
-    """Return the function in C, compiled by the means of triton, which keeps it in its cache."""
-    from triton.runtime.build import compile_module_from_src
-
-    module = compile_module_from_src(_SOURCE, "ringflash_commands")
-    issue = ctypes.CDLL(module.__file__).issue
-    issue.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint64] + [ctypes.c_void_p] * 2 + [ctypes.c_uint64]
-    return issue
 
 
 def plain_launch(

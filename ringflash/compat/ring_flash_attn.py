@@ -39,13 +39,10 @@ _STRIPES = (
 )
 _REFUSED = {
     f"{stem}{form}_func": reason
-    for stem, reason in (
-        ("ring_flash_attn_varlen", _PER_DOCUMENT),
-        ("stripe_flash_attn", _STRIPES),
-    )
+    for stem, reason in (("ring_flash_attn_varlen", _PER_DOCUMENT), ("stripe_flash_attn", _STRIPES))
     for form in _FORMS
 }
-# Names that prime-rl and axolotl import, whatever they call afterwards.
+# Names that prime-rl and axolotl import, but need not call.
 _REFUSED |= dict.fromkeys(
     ("AllGatherComm", "get_default_args", "check_params", "create_ring_flash_attention_forward"),
     "only be imported, got a call: it is part of that package's rings, which ringflash replaces; use "
@@ -190,7 +187,7 @@ def llama3_flash_attn_varlen_func(
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
-    """Set DATA_PARAMS, the arguments of `llama3_flash_attn_varlen_func`, to those of a batch under a causal mask.
+    """Set DATA_PARAMS, arguments of `llama3_flash_attn_varlen_func`, for a batch under a causal mask.
 
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
@@ -203,8 +200,8 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
     """Make all transformers models with attn_implementation="flash_attention_2" attend over the ring.
 
-    A rank holds the r-th of cp_size equal parts of packed documents under a causal mask: those of the last
-    `update_ring_flash_attn_params`. `ringflash.huggingface` does this for one model, and checks more of it.
+    Rank r holds the r-th of cp_size equal parts of packed documents under a causal mask, whose bounds
+    `update_ring_flash_attn_params` was given last. `ringflash.huggingface` does this for one model, and checks more.
 
     Args:
         heads_k_stride: as for `llama3_flash_attn_varlen_func`.

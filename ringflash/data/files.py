@@ -83,9 +83,7 @@ class TokenFiles:
         ends = np.fromfile(path, BOUND, shard.num_documents, offset=shard.bounds_at(self.header.dtype))
         bounds = np.concatenate([np.zeros(1, BOUND), ends])
         if (np.diff(bounds) <= 0).any() or bounds[-1] != shard.num_tokens:
-            raise TokenFileError(
-                f"{path} must have bounds that rise from 0 to {shard.num_tokens}, got others; prepare the files again."
-            )
+            raise TokenFileError.of(path, f"have bounds that rise from 0 to {shard.num_tokens}", "others")
         return bounds
 
 
@@ -93,10 +91,10 @@ def check_size(path: Path, shard: Shard, dtype: str) -> None:
     """Raise TokenFileError unless the file exists and has the size that its counts imply."""
     got = path.stat().st_size if path.is_file() else None
     if got != shard.num_bytes(dtype):
-        found = "no file" if got is None else f"{got}"
         raise TokenFileError(
             f"{path} must have {shard.num_bytes(dtype)} bytes for {shard.num_tokens} tokens of {dtype} in "
-            f"{shard.num_documents} documents, got {found}; copy it whole, or prepare the files again."
+            f"{shard.num_documents} documents, got {'no file' if got is None else got}; copy it whole, or prepare the "
+            "files again."
         )
 
 

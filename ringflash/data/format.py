@@ -34,6 +34,11 @@ Tokens = list[int] | np.ndarray
 class TokenFileError(ValueError):
     """Error for a token file that is missing, truncated, corrupt, or of another version or dtype."""
 
+    @classmethod
+    def of(cls, what: object, must: str, got: object) -> TokenFileError:
+        """Return the error for files that `prepare` does not write."""
+        return cls(f"{what} must {must}, got {got}; prepare the files again.")
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -156,39 +161,28 @@ def read_header(folder: Path) -> Header:
         )
     content = read_json(path)
     if content.get("version") != VERSION:
-        raise TokenFileError(
-            f"{path} must be of version {VERSION}, got {content.get('version')}; prepare the files again."
-        )
+        raise TokenFileError.of(path, f"be of version {VERSION}", content.get("version"))
     shards = content.get("shards")
     entries = tuple(_build(Shard, entry, path) for entry in shards) if isinstance(shards, list) else shards
     header: Header = _build(Header, {**content, "shards": entries}, path)
     if not 0 < header.vocab_size <= MAX_VOCAB_SIZE:
-        raise TokenFileError(
-            f"vocab_size in {path} must be from 1 to {MAX_VOCAB_SIZE}, got {header.vocab_size}; prepare them again."
-        )
+        raise TokenFileError.of(f"vocab_size in {path}", f"be from 1 to {MAX_VOCAB_SIZE}", header.vocab_size)
     _check_names([shard.name for shard in header.shards], path)
-    if header.dtype != dtype_for(header.vocab_size):
-        raise TokenFileError(
-            f"{path} must have dtype {dtype_for(header.vocab_size)} for a vocabulary of {header.vocab_size}, "
-            f"got {header.dtype}; prepare the files again."
-        )
+    if header.dtype != (wanted := dtype_for(header.vocab_size)):
+        raise TokenFileError.of(path, f"have dtype {wanted} for a vocabulary of {header.vocab_size}", header.dtype)
     return header
 
 
 def _check_names(names: list[str], path: Path) -> None:
     """Raise TokenFileError unless the shards are files directly in the folder, each named once."""
     if not names:
-        raise TokenFileError(f"shards in {path} must name at least one file, got none; prepare the files again.")
+        raise TokenFileError.of(f"shards in {path}", "name at least one file", "none")
     for name in names:
         if not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
-            raise TokenFileError(
-                f"name in {path} must be that of a file in the same folder, got {name!r}; prepare the files again."
-            )
+            raise TokenFileError.of(f"name in {path}", "be that of a file in the same folder", repr(name))
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise TokenFileError(
-            f"shards in {path} must be named only once each, got {twice} more than once; prepare the files again."
-        )
+        raise TokenFileError.of(f"shards in {path}", "be named only once each", f"{twice} more than once")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -200,9 +194,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; lists nested too deeply
-        raise TokenFileError(f"{path} must be JSON, got {error}; prepare the files again.") from error
+        raise TokenFileError.of(path, "be JSON", error) from error
     if not isinstance(content, dict):
-        raise TokenFileError(f"{path} must be an object, got {type(content).__name__}; prepare the files again.")
+        raise TokenFileError.of(path, "be an object", type(content).__name__)
     return content
 
 
@@ -221,10 +215,8 @@ def _build(kind: type, content: Any, path: Path) -> Any:
     required = {field.name for field in fields(kind) if field.default is MISSING}
     if not isinstance(content, dict) or not required <= content.keys() <= rules.keys():
         got = sorted(content) if isinstance(content, dict) else content
-        raise TokenFileError(f"{path} must have the keys {sorted(rules)}, got {got}; prepare the files again.")
+        raise TokenFileError.of(path, f"have the keys {sorted(rules)}", got)
     for name, (rule, words) in ((name, rules[name]) for name in content):
         if type(content[name]) is not rule or (rule is int and content[name] < 0):
-            raise TokenFileError(
-                f"{name} in {path} must be {words}, not negative, got {content[name]!r}; prepare the files again."
-            )
+            raise TokenFileError.of(f"{name} in {path}", f"be {words}, not negative", repr(content[name]))
     return kind(**content)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 ORDER = 2  # version of these orders and of their use: a checkpoint's place in the data means nothing in another one
@@ -39,7 +40,7 @@ class SampleOrder(Sampler[int]):
             yield int(order[index])
 
 
-def mix_lengths(documents: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
     """Reorder documents so that any run of them has short and long ones in the proportions of the whole.
 
     Sequences packed from them then have similar attention work, which the slowest data rank of a step decides. The
@@ -57,7 +58,7 @@ def mix_lengths(documents: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return mixed
 
 
-def shuffled(count: int, name: str) -> torch.Tensor:
+def shuffled(count: int, name: str) -> Tensor:
     """Return a permutation of range(count) that depends only on `name`: (count,), int64; equal on every machine."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()  # torch uses 32 bits of a seed
     return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))

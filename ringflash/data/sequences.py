@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from ringflash.data.files import TokenFiles
@@ -39,7 +40,7 @@ class TokenSequences(Dataset[Batch]):
     def __init__(
         self,
         files: TokenFiles,
-        documents: torch.Tensor,
+        documents: Tensor,
         seqlen: int,
         *,
         cp_size: int = 1,
@@ -87,9 +88,7 @@ class TokenSequences(Dataset[Batch]):
         bounds = np.concatenate([[0], self.ends[inside] - first, [num_tokens, self.seqlen]])
         return np.unique(bounds).astype(np.int32), num_tokens
 
-    def _chunk(
-        self, first: int, start: int, stop: int, bounds: np.ndarray, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _chunk(self, first: int, start: int, stop: int, bounds: np.ndarray, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Return tokens [start, stop) of the sequence and their labels, int64; reads one extra token."""
         read = self._read(first + min(start, num_tokens), first + min(stop + 1, num_tokens))
         whole = torch.zeros(stop + 1 - start, dtype=torch.int64)
@@ -112,7 +111,7 @@ class TokenSequences(Dataset[Batch]):
         return np.concatenate(parts)
 
 
-def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[Tensor, Tensor]:
     """Return the numbers of the training documents, shuffled by the seed, and of the held-out ones.
 
     Every seed holds out the same documents.

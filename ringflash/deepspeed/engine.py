@@ -13,7 +13,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringflash.comm.agreement import MESSAGE_BYTES, agree
+from ringflash.comm.agreement import MESSAGE_BYTES, raising_together
 from ringflash.comm.mesh import Size, data_context_mesh, mesh_sizes
 from ringflash.deepspeed.parameter_use import watch_parameters
 from ringflash.deepspeed.refusals import Config, check, read
@@ -82,27 +82,17 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
         RuntimeError: the engine nevertheless averages over other ranks.
         ValueError: later, as `watch_parameters`.
     """
-    content, error = _read_and_check(config, keywords)
-    if dist.is_initialized():
-        agree(dist.group.WORLD, _signature(content), error)
-    elif error is not None:
-        raise error
+    signature: dict[str, object] = {}
+    with raising_together(dist.group.WORLD, signature):
+        content = read(config)
+        check(content, keywords)
+        signature |= _signature(content)
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     check_engine(made[0])
     watch_parameters(made[0])
     _separate_backwards(made[0])
     return made
-
-
-def _read_and_check(config: Config, keywords: dict[str, Any]) -> tuple[dict[str, Any], Exception | None]:
-    """Return the config as a dictionary, and the error it deserves, if any."""
-    try:
-        content = read(config)
-        check(content, keywords)
-    except (ValueError, NotImplementedError) as error:
-        return {}, error
-    return content, None
 
 
 def _signature(config: dict[str, Any]) -> dict[str, object]:

@@ -40,7 +40,7 @@ def watch_parameters(engine: Any) -> None:
         order = CallOrder(dist.group.WORLD, "layer", _REMEDY)
         for name, layer in engine.module.named_modules():
             if next(layer.parameters(recurse=False), None) is not None:
-                layer.register_forward_pre_hook(_Gathering(order, name), prepend=True)
+                layer.register_forward_pre_hook(partial(_compare_gathering, order, name), prepend=True)
 
 
 class ParameterUse:
@@ -80,14 +80,9 @@ class ParameterUse:
                 self._trained[name].grad = torch.zeros_like(self._trained[name])
 
 
-class _Gathering:
-    """Forward pre-hook of a layer whose parameters stage 3 may have to gather."""
-
-    def __init__(self, order: CallOrder, name: str) -> None:
-        self._order, self._name = order, name
-
-    @torch.compiler.disable(reason="ranks compare the layers that they call")
-    def __call__(self, layer: nn.Module, args: Any) -> None:
-        own: list[Any] = list(layer.parameters(recurse=False))
-        if any(p.ds_status != ZeroParamStatus.AVAILABLE for p in own) and torch._C._current_graph_task_id() == -1:
-            self._order.enter(self._name, own[0].device.type)
+@torch.compiler.disable(reason="ranks compare the layers that they call")
+def _compare_gathering(order: CallOrder, name: str, layer: nn.Module, _: Any) -> None:
+    """Compare a layer whose parameters stage 3 has to gather; a forward pre-hook."""
+    own: list[Any] = list(layer.parameters(recurse=False))
+    if any(p.ds_status != ZeroParamStatus.AVAILABLE for p in own) and torch._C._current_graph_task_id() == -1:
+        order.enter(name, own[0].device.type)

@@ -12,6 +12,9 @@
     global_length         rotary embeddings and positions of the sequence instead of the shard
     generation            generate, off the ring
     batch, model          the calls of a training step
+    head_checks           a forward, hook or loss function of the user that a ring would not call
+    head_probe            which logits and loss a model computes of its hidden states
+    router_loss           balancing loss of experts over the whole sequence
     log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
     weights               initial values, and from_pretrained for sharded models; checkpoint_map is its plan
 

@@ -8,7 +8,7 @@ _attend       one layer's call: checks, then `ring_attention`, with chunks (Llam
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from ringflash.huggingface.generation import generate_locally
 from ringflash.huggingface.global_length import use_global_length
 from ringflash.huggingface.model_checks import check_on_ring
 from ringflash.huggingface.options import NAME, ModelRing, check_single_process, give_inputs, inputs_of
+from ringflash.huggingface.reached_layers import mark_reached
 from ringflash.huggingface.recurrent_layers import use_sequence_order
 from ringflash.huggingface.shard_loss import guard_losses
 from ringflash.huggingface.spans import LayerSpans, Use, read_spans, without_directions
@@ -186,7 +187,7 @@ def _attend(
     checksum: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend over the ring; the signature is that of transformers' attention functions.
+    """Attend over the ring, with the signature of transformers' attention functions.
 
     Args:
         query, key, value: (batch, heads, seqlen_local, head_dim).
@@ -198,6 +199,8 @@ def _attend(
     inputs: ForwardInputs | None = inputs_of(module)
     if inputs is None:
         check_single_process()
+    else:
+        mark_reached(inputs.reached, module)
     options = ModelRing(None) if inputs is None else inputs.options
     spans = attention_mask if isinstance(attention_mask, LayerSpans) else None
     mask = attention_mask.mask if isinstance(attention_mask, LayerSpans) else attention_mask
@@ -219,7 +222,8 @@ def _attend(
         attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),
     )  # fmt: skip
-    with _naming(module):
+    # Ranks that leave out different layers, or run one in another mode, find out at their next call.
+    with in_layer(name_of_layer(module), module.training) if is_eager() else nullcontext():
         if (size := chunk_size(module)) is None:
             result: Any = attend_to(q, k, v, cu_seqlens=cu_seqlens)
         else:
@@ -228,11 +232,6 @@ def _attend(
         return result, None
     out, lse = result
     return apply_sinks(out, lse, s_aux), None
-
-
-def _naming(module: nn.Module) -> AbstractContextManager[None]:
-    """Let ranks that leave out different layers find out at their next call."""
-    return in_layer(name_of_layer(module)) if is_eager() else nullcontext()
 
 
 def _is_causal(module: nn.Module) -> bool:

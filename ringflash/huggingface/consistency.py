@@ -27,7 +27,7 @@ class ShardInputs(NamedTuple):
     Args:
         mask: (batch, seqlen_local), of padding.
         checksum: scalar, of the whole sequence, as `prepare_batch` returns it.
-        spans: those of the model's own mask, if it has any.
+        spans: of the model's own mask, if it has any.
     """
 
     mask: Tensor | None
@@ -49,7 +49,8 @@ def check_consistency(
     noted = None if inputs is None else inputs.find_error(given.cu_seqlens)
     if given.position_ids is None and inputs is not None:
         given = given._replace(position_ids=inputs.take_positions())
-        if given.position_ids is None and error is None and _is_recomputed():
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed layer, inside a backward
+        if given.position_ids is None and error is None and recomputed:
             return  # checked in the forward, which had the positions
     error = error or noted or find_shape_error(query, given.mask, given.position_ids)
     if inputs is not None and (mask := inputs.take_mask()) is not None:
@@ -125,8 +126,3 @@ def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
         "of cu_seqlens, got others; give prepare_batch both, and block_sequence_ids.",
     )
     return next((ValueError(rule) for flag, rule in zip(flags, rules, strict=False) if flag), None)
-
-
-def _is_recomputed() -> bool:
-    """Return True inside a backward, where a checkpointed layer runs a second time."""
-    return torch._C._current_graph_task_id() != -1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -123,19 +122,14 @@ def training_flops(
 def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds: Sequence[int] | Documents) -> int:
     """Return the number of visible query-key pairs over all layers; for the arguments see `training_flops`."""
     documents = bounds if isinstance(bounds, Documents) else Documents(tuple(bounds))
-    count = _pairs if documents.are_plain else _pairs_of_trees
-    pairs = {window: count(window, documents) for window in set(windows)}
+    pairs = {window: _visible_pairs(window, documents) for window in set(windows)}
     return sum(pairs[window] for window in windows)
 
 
-def _pairs(window: int | ChunkedAttention | None, documents: Documents) -> int:
+def _visible_pairs(window: int | ChunkedAttention | None, documents: Documents) -> int:
     if isinstance(window, ChunkedAttention):
-        return _pairs(None, Documents(cut_into_chunks(documents.bounds, window.size)))
-    return sum(visible_pairs(stop - start, window) for start, stop in pairwise(documents.bounds))
-
-
-def _pairs_of_trees(window: int | ChunkedAttention | None, documents: Documents) -> int:
-    if isinstance(window, ChunkedAttention):
-        documents.plain_bounds("layers that attend in chunks")
-    left = -1 if window is None or isinstance(window, ChunkedAttention) else window
+        bounds = documents.plain_bounds("layers that attend in chunks")
+        documents = Documents(cut_into_chunks(bounds, window.size))
+        window = None
+    left = -1 if window is None else window
     return SequenceMask(documents.bounds[-1], True, (left, -1), *documents).num_visible

@@ -19,7 +19,8 @@ from ringflash.comm.modules.parameters import EqualParameters, named_whole
 from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, inputs_of
-from ringflash.huggingface.rank_errors import raise_together
+from ringflash.huggingface.rank_errors import raise_on_every_rank, raise_together
+from ringflash.huggingface.reached_layers import ReachedLayers
 from ringflash.huggingface.shard_loss import find_labels_error, find_logits_error
 from ringflash.huggingface.spans import say_of_other_layers
 from ringflash.huggingface.validation import find_noise_error
@@ -40,6 +41,8 @@ class ForwardInputs:
     Attributes:
         takes_whole_batches: the model's forward shifts labels itself, before it cuts them.
         counts_positions: a layer counts the positions of its tokens, which may be given to it as `columns`.
+        is_wrapped: `wrap_attention` intercepts the model's attention.
+        reached: layers that have called ring attention.
         length: length of the sequence in the current forward, for rotations that depend on it; None is that of the
             padded sequence.
         next_length: `length` of the next forward.
@@ -48,6 +51,7 @@ class ForwardInputs:
 
     takes_whole_batches = False
     counts_positions = False
+    is_wrapped = False
     length: int | None = None
     next_length: int | None = None
     next_model: nn.Module | None = None
@@ -63,6 +67,7 @@ class ForwardInputs:
         self._seeding: AbstractContextManager[None] | None = None  # of the current forward
         self._aligned = False  # FSDP2's units, in the first training forward
         self._parameters = EqualParameters()
+        self.reached = ReachedLayers()
         self._compared: EqualParameters | None = None  # those of the current forward, until they are compared
 
     @classmethod
@@ -76,6 +81,7 @@ class ForwardInputs:
         notes = cls(tuple(signature(type(model).forward).parameters)[1:], options, configs)
         model.register_forward_pre_hook(notes, with_kwargs=True)
         model.register_forward_hook(notes.end, always_call=True)
+        model.register_forward_hook(notes._check_reached)
         model.register_forward_hook(partial(notes._fill_gradients, FilledGradients()))
         if any(True for _ in persistent_buffers(model)):
             buffers = ChangedBuffers()
@@ -83,16 +89,23 @@ class ForwardInputs:
             model.register_forward_hook(partial(notes._compare, buffers.end))
         return notes
 
+    @torch.compiler.disable(reason="layers are listed")
+    def _check_reached(self, model: nn.Module, *_: Any) -> None:
+        """Raise an error on every rank for layers that have not called ring attention; a hook of the forward."""
+        if self.options.group is not None and not self.is_wrapped:
+            if (error := self.reached.find_error(model)) is not None:
+                raise_on_every_rank(self.options.group, error)
+
     @torch.compiler.disable(reason="ranks compare which parameters have gradients")
     def _fill_gradients(self, filled: FilledGradients, model: nn.Module, args: Any, output: object) -> None:
         """Give zeros to parameters that other ranks have used; a hook of the model's forward."""
-        if model.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             filled.begin(model, self.options.group, output)
 
     @torch.compiler.disable(reason="ranks compare the buffers that a forward changes")
     def _compare(self, step: Callable[[nn.Module, Any], None], model: nn.Module, *_: Any) -> None:
-        """Make a step of `ChangedBuffers`; a hook of the model's forward, in training on a ring."""
-        if model.training and torch.is_grad_enabled() and self.options.group is not None:
+        """Make a step of `ChangedBuffers`; a hook of the model's forward, with gradients on a ring."""
+        if torch.is_grad_enabled() and self.options.group is not None:
             step(model, self.options.group)
 
     def __call__(
@@ -112,18 +125,18 @@ class ForwardInputs:
             for child in model.children():
                 if depends_on_length(child) and inputs_of(child) is None:  # added after set_group
                     use_global_length(child, self)
-            self._compared = self._noted_parameters(whole) if torch.is_grad_enabled() else None
+            self._compared = self._note_parameters(whole)
             if model.training:
                 self._begin_training(model, given)
         return args, kwargs
 
     def take_parameters(self) -> EqualParameters | None:
-        """Return the parameters that a forward with gradients has noted, once, to be compared in its first layer."""
+        """Return the parameters that a forward has noted, once, to be compared in its first layer."""
         noted, self._compared = self._compared, None
         return noted
 
     @torch.compiler.disable(reason="parameters are read")
-    def _noted_parameters(self, model: nn.Module) -> EqualParameters:
+    def _note_parameters(self, model: nn.Module) -> EqualParameters:
         assert self.options.group is not None
         self._parameters.begin(named_whole(model), self.options.group)
         return self._parameters

@@ -33,7 +33,8 @@ def use_global_length(model: nn.Module, inputs: Any) -> None:
             if _append_longest not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_append_longest, with_kwargs=True)
                 module.register_forward_hook(_drop_longest)
-        if _counts_positions(module):
+        # Llama 4's layers without rotation scale queries by positions that they count.
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             inputs.counts_positions = True
             module._ringflash_cache = _name_of_cache(module)  # type: ignore[assignment]
             if _add_offsets not in module._forward_pre_hooks.values():
@@ -48,17 +49,11 @@ def depends_on_length(module: nn.Module) -> bool:
     return scaled or any(kind in LENGTH_DEPENDENT for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def _counts_positions(module: nn.Module) -> bool:
-    """Return True for Llama 4's layers without rotation, which scale queries by positions that they count."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
 def _name_of_cache(module: nn.Module) -> str:
     """Return the argument by which a layer takes a cache. Given another one, transformers warns and ignores it."""
     parameters = signature(type(module).forward).parameters
-    for name in _CACHE_NAMES:
-        if name in parameters:
-            return name
+    if known := [name for name in _CACHE_NAMES if name in parameters]:
+        return known[0]
     raise NotImplementedError(
         f"{type(module).__name__} must take a cache as one of {_CACHE_NAMES}, got {list(parameters)}; use a version of "
         "transformers that ringflash was tested with."

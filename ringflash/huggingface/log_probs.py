@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import raising_together
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.batch import check_padding, prepare_batch, within_documents
 from ringflash.sequence.layout import read_documents, unshard_sequence
@@ -61,8 +61,10 @@ def log_probs(
         NotImplementedError, RuntimeError: as the model. Each is raised on every rank.
     Numerics: as `ringflash.loss.token_log_probs`.
     """
-    batch, real, rows, problem = None, None, None, None
-    try:
+    rows = None
+    call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
+    call["share_prefixes"] = int(share_prefixes)
+    with raising_together(group, call, input_ids.device):
         if cu_seqlens is not None:
             check_cu_seqlens(read_documents(cu_seqlens).bounds, input_ids.shape[1])
         if share_prefixes:
@@ -71,12 +73,10 @@ def log_probs(
             batch, real = _prepare(tokens, None, packed.cu_seqlens, labels, group, temperature, layout)
         else:
             batch, real = _prepare(input_ids, attention_mask, cu_seqlens, None, group, temperature, layout)
-        batch["length"] = _length(input_ids, cu_seqlens)
-    except (ValueError, NotImplementedError) as error:
-        problem = error
-    call = {"log_probs": [*input_ids.shape], "temperature": float(temperature), "return_entropy": return_entropy}
-    agree(group, {**call, "share_prefixes": int(share_prefixes)}, problem, input_ids.device)
-    assert batch is not None  # agree has raised the problem
+        batch["length"] = input_ids.shape[1]  # largest position of the user's batch, with its padding, plus 1
+        if cu_seqlens is not None:
+            numbers = torch.arange(input_ids.shape[1], device="cpu")
+            batch["length"] = 1 + int(within_documents(numbers, cu_seqlens).max())
     both = model(**batch, temperature=temperature)
     found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
     whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
@@ -132,10 +132,3 @@ def _prepare(
     if cu_seqlens is not None:
         batch["columns"] = batch["position_ids"]
     return batch, columns[0] >= 0
-
-
-def _length(input_ids: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Return the largest position of the user's batch as transformers counts them, with its padding, plus 1."""
-    if cu_seqlens is None:
-        return input_ids.shape[1]
-    return 1 + int(within_documents(torch.arange(input_ids.shape[1], device="cpu"), cu_seqlens).max())

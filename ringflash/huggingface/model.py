@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from inspect import signature
 from typing import Any
 
 import torch
@@ -12,14 +10,12 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.huggingface.head_checks import find_bypassed, find_loss_error
+from ringflash.huggingface.head_probe import check_head, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
+from ringflash.huggingface.router_loss import has_router_loss, router_coefficient_of, router_logits_of, router_loss
 from ringflash.huggingface.validation import check_adapters, without_peft
-
-# Parameters of transformers' load_balancing_loss_func.
-_BALANCING_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-_MEAN_LOSS = torch.tensor(0.5, device="cpu")  # in place of a mean over tokens
-_PROBE = tuple(sign * 2.0**power for power in (0, 20, 8, 3, -3, -8) for sign in (1, -1))  # exact in every dtype
 
 
 class CausalLMWithLoss(HoldsGroup, nn.Module):
@@ -34,7 +30,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     Args:
         model: a transformers model with .model and .lm_head, such as LlamaForCausalLM; also with PEFT's adapters in it,
             or in its PeftModel, but none on .lm_head (`modules_to_save` may name it).
-        group: that of `set_group`.
+        group: as given to `set_group`.
         chunk_tokens: as for `cross_entropy`.
     Attributes:
         router_loss: the balancing loss of the last forward, without its coefficient and gradient; its mean over the
@@ -49,7 +45,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
     def __init__(self, model: nn.Module, group: Group, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         causal = without_peft(model)
-        self.logit_scale = _check_head(causal)
+        self.logit_scale = check_head(causal)
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
@@ -78,6 +74,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             temperature: return `ringflash.loss.token_log_probs` of logits / temperature instead.
             batch: as `decode`.
         """
+        self._check_bypassed(loss=temperature is None and not per_token)
         hidden, weight, balance = self.decode(input_ids, position_ids, **batch)
         if temperature is not None:
             return token_loss.token_log_probs(
@@ -112,7 +109,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         """Return this rank's hidden states, the output embedding, and the balancing loss of experts if there is one.
 
         Args: as `prepare_batch` returns them, and
-            length: length of the sequence before it was padded for the layout, for rotations that depend on it.
+            length: length of the sequence without the layout's padding, for rotations that depend on it.
             columns: (1, seqlen_local), the positions that layers would count in the user's batch (Llama 4).
             inputs_embeds: (batch, seqlen_local, hidden_size), shard of the embeddings; input_ids must then be None.
         """
@@ -128,26 +125,45 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             checksum=checksum, is_token=is_token, **rest,
         )  # fmt: skip
         balance = None
-        if _has_router_loss(causal):
-            logits = _router_logits(causal, outputs)
+        if has_router_loss(causal):
+            logits = router_logits_of(causal, outputs)
             balance = router_loss(logits, causal.num_experts, causal.num_experts_per_tok, self.group, is_token)
             self.router_loss = balance.detach()
         if (unshard := getattr(causal.lm_head, "unshard", None)) is not None:
-            unshard()  # FSDP2's unit of its own, whose forward, which would gather it, never runs
-        return outputs.last_hidden_state, _weight_of(causal.lm_head), balance
+            unshard()  # a unit of FSDP2, which gathers it in its forward, and that never runs
+        return outputs.last_hidden_state, weight_of(causal.lm_head), balance
 
     @property
     def router_coefficient(self) -> float:
         """Coefficient of the balancing loss of experts."""
-        return _router_coefficient(without_peft(self.model))
+        return router_coefficient_of(without_peft(self.model))
+
+    @torch.compiler.disable(reason="hooks are listed")
+    def _check_bypassed(self, loss: bool) -> None:
+        """Note an error for what a forward of the model would call and this one does not.
+
+        Args:
+            loss: the loss is computed here, and not by the caller.
+        """
+        causal = without_peft(self.model)
+        inputs = _notes_of(causal)
+        if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
+            return
+        error = find_bypassed(causal)
+        if error is None and loss:
+            error = find_loss_error(causal)
+        if inputs is not None and inputs.options.group is not None:
+            inputs.note("bypassed", error)
+        elif error is not None:
+            raise error
 
     @torch.compiler.disable(reason="groups and a number that was measured are compared")
     def _checked_inputs(self, causal: nn.Module, device: torch.device) -> Any:
-        """Return the notes of `set_group`, which may have been given the decoder alone; None if it was not called.
+        """Return the notes that `set_group` made for the model or its decoder; None if it was not called.
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+        inputs = _notes_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -163,7 +179,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     def _check_head_unchanged(self, causal: nn.Module) -> None:
         """Reject a configuration that was edited after this module was made."""
-        if (scale := _check_head(causal)) != self.logit_scale:
+        if (scale := check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
                 "edited since; make the CausalLMWithLoss after that."
@@ -179,216 +195,9 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             )
 
 
+def _notes_of(causal: nn.Module) -> Any:
+    return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
+
+
 def _name(ranks: list[int]) -> str:
     return f"ranks {ranks}" if ranks else "none"
-
-
-@torch.compiler.disable(reason="the model's forward is run on known values")
-def _check_head(model: nn.Module) -> float:
-    """Return the number by which the model multiplies its logits, or raise if its head is not one we can compute."""
-    if not hasattr(model, "model") or not hasattr(model, "lm_head"):
-        raise NotImplementedError(
-            f"model must have .model and .lm_head, got {type(model).__name__}; call ringflash.loss.cross_entropy on "
-            "its hidden states."
-        )
-    _weight_of(model.lm_head)
-    if _has_router_loss(model):
-        _check_routers(model)
-    return _logit_scale(model)
-
-
-def _weight_of(head: Any) -> Tensor:
-    """Return the weight that maps hidden states to logits; for a layer in PEFT's modules_to_save, that of its copy."""
-    layer = getattr(head, "original_module", head)
-    own_forward = type(layer).forward is not nn.Linear.forward
-    if not isinstance(layer, nn.Linear) or layer.bias is not None or own_forward:
-        found = f"{type(layer).__module__}.{type(layer).__name__}"
-        if getattr(layer, "bias", None) is not None:
-            found += " with a bias"
-        elif isinstance(layer, nn.Linear):
-            found += " with a forward of its own"
-        raise NotImplementedError(
-            f"lm_head must be a linear layer without bias, got {found}; call ringflash.loss.cross_entropy on the "
-            "hidden states, or, with PEFT, leave lm_head out of target_modules."
-        )
-    weight: Tensor = head.weight
-    return weight
-
-
-@torch.no_grad()
-def _logit_scale(model: Any) -> float:
-    """Run the model's own forward on known hidden states, without decoder and head, and return logits / hidden states.
-
-    Raises:
-        NotImplementedError: logits that are not proportional to the hidden states, as with softcapping, or fewer than
-            lm_head computes.
-    """
-    hidden = torch.tensor(_PROBE, dtype=torch.float64, device="cpu").expand(1, 2, -1)
-    width = getattr(model.lm_head, "original_module", model.lm_head).out_features
-    copies = -(-width // len(_PROBE))
-    probe: Any = object.__new__(type(model))  # copy() would call the constructor of a model that FSDP2 shards
-    probe.__dict__.update(vars(model), _loss_function=lambda *_, **__: _MEAN_LOSS)
-    probe._modules = {
-        **model._modules,
-        "model": _Stub(model.model, lambda *args, **kwargs: _HiddenStates(hidden)),
-        "lm_head": _Stub(model.lm_head, lambda x: x.repeat(1, 1, copies)[..., :width]),
-    }
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-        labelled = "labels" in signature(type(model).forward).parameters and not _has_router_loss(model)
-        outputs = type(model).forward(probe, input_ids=ids, **({"labels": ids} if labelled else {}))
-        logits = outputs.logits[:, :1]
-    except Exception as error:  # the forward is the model's own code
-        raise _head_error(model, f"{type(error).__name__} without its decoder: {error}") from error
-    if logits.shape[-1] != width:
-        raise _head_error(model, f"{logits.shape[-1]} of {width}")
-    scales = logits.double() / hidden.repeat(1, 1, copies)[..., :width]
-    scale = float(scales[0, 0, 0])
-    if not all(abs(x.item() - scale) <= 1e-6 * abs(scale) for x in scales.aminmax()):
-        raise _head_error(model, "others (as by final_logit_softcapping)")
-    if labelled:
-        _check_loss(model, outputs.loss, logits)
-    return scale
-
-
-def _check_loss(model: nn.Module, loss: Tensor, logits: Tensor) -> None:
-    """Reject a model whose loss of two tokens 0 has other terms than the mean over tokens.
-
-    Args:
-        loss: _MEAN_LOSS, unless the model has other terms, or its own code for the mean.
-        logits: (1, 1, vocab_size), of the first token.
-    """
-    if loss == _MEAN_LOSS:
-        return
-    mean = nn.functional.cross_entropy(logits[0].double(), torch.zeros(1, dtype=torch.int64, device="cpu"))
-    if not abs(loss - mean) <= 1e-6 * mean:
-        raise NotImplementedError(
-            f"the loss of {type(model).__name__} must be the cross-entropy of its logits, got other terms (as by "
-            "Bamba's z_loss_coefficient), which a ring would leave out; set their coefficients to 0, or compute the "
-            "loss from the model's logits."
-        )
-
-
-def _head_error(model: nn.Module, got: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"logits of {type(model).__name__} must be those of lm_head times a number, got {got}; compute the loss from "
-        "the model's logits."
-    )
-
-
-class _Stub:
-    """A callable in place of a module and of every module in it, with the attributes of the module."""
-
-    def __init__(self, module: Any, call: Any) -> None:
-        self._module, self._call = module, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        return _Stub(value, self._call) if isinstance(value, nn.Module) else value
-
-
-class _HiddenStates:
-    """A decoder's output in which everything but the last hidden state is None."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index: int) -> Tensor | None:
-        return self.last_hidden_state if index == 0 else None
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _has_router_loss(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "output_router_logits", False)
-
-
-def _check_routers(model: nn.Module) -> None:
-    """Reject a model whose balancing loss is not the one that `router_loss` computes.
-
-    Raises:
-        NotImplementedError: no balancing loss in its family, or one of another form.
-    """
-    own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    names = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
-    known = own is not None and list(signature(own).parameters) == _BALANCING_PARAMETERS
-    if not known or not all(hasattr(model, name) for name in names):
-        raise NotImplementedError(
-            "output_router_logits must be False for a model without transformers' load_balancing_loss_func over "
-            f"num_experts and num_experts_per_tok, got True for {type(model).__name__}; compute the loss from the "
-            "model's own outputs."
-        )
-
-
-def router_loss(
-    router_logits: tuple[Tensor, ...],
-    num_experts: int,
-    experts_per_token: int,
-    group: dist.ProcessGroup | None,
-    is_token: Tensor | None = None,
-) -> Tensor:
-    """Return this rank's part of the loss that keeps experts balanced; the mean over the ranks is the sequence's.
-
-        num_experts * sum over experts (share of the choices of this expert * mean probability of this expert)
-
-    Both factors are means over the tokens of all layers. Choices have no gradient, so ranks only exchange their counts.
-    The loss is linear in the probabilities, so each rank adds those of its own tokens, and gradients average alike.
-
-    Args:
-        router_logits: of each layer, (tokens of this rank, num_experts).
-        group: ranks that share the sequence; None is one process.
-        is_token: (batch, seqlen_local), bool; padding is False and left out. Default is all True.
-    Returns:
-        loss: scalar, fp32 (fp64 for fp64).
-    Source: equations 4 to 6 of Fedus et al. 2021 (Switch Transformer), arXiv:2101.03961, as transformers sums layers.
-    """
-    dtype = torch.promote_types(router_logits[0].dtype, torch.float32)
-    device = router_logits[0].device
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)  # choices per expert, then tokens
-    probability = torch.zeros(num_experts, dtype=dtype, device=device)
-    for logits in router_logits:
-        weights = logits.softmax(-1)
-        chosen = weights.detach().topk(experts_per_token).indices
-        counted = chosen.new_ones(len(logits), 1) if is_token is None else is_token.view(-1, 1).long()
-        counts[:-1].scatter_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten())
-        counts[-1] += counted.sum()
-        probability = probability + (weights if is_token is None else weights * counted).to(dtype).sum(0)
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-        probability = probability * group.size()
-    tokens = counts[-1].clamp(min=1).to(dtype)
-    return num_experts * (counts[:-1].to(dtype) / tokens * (probability / tokens)).sum()
-
-
-def _router_logits(model: Any, outputs: Any) -> tuple[Tensor, ...]:
-    """Return the router logits of a forward.
-
-    Raises:
-        RuntimeError: the model has no layer with experts, or does not return their logits.
-    """
-    logits = getattr(outputs, "router_logits", None)
-    if not logits:
-        raise RuntimeError(
-            f"router_logits must be among the outputs of {type(model).__name__} with output_router_logits=True, got "
-            "none; set it to False for a model without experts."
-        )
-    return logits
-
-
-def _router_coefficient(model: Any) -> float:
-    """Return the coefficient of a model's balancing loss.
-
-    Raises:
-        ValueError: the model and its configuration have different ones.
-    """
-    own = model.router_aux_loss_coef
-    if (configured := getattr(model.config, "router_aux_loss_coef", own)) != own:
-        raise ValueError(
-            f"router_aux_loss_coef must be the same in a model and its configuration, got {own} and {configured}; set "
-            "both (TRL sets only the configuration's)."
-        )
-    return float(own)

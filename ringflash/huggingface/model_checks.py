@@ -79,7 +79,7 @@ def _check_layers(base: nn.Module) -> None:
 
 
 def _check_pooling(model: nn.Module, base: nn.Module) -> None:
-    """Reject a head that picks tokens of a sequence, which would be those of the shard."""
+    """Reject a head that picks tokens of a sequence: it would pick them from each shard."""
     heads = [module for module in model.modules() if type(module).__name__.endswith(_POOLING_HEADS)]
     poolers = [module for name, module in base.named_children() if name == "pooler" and module is not None]
     for module in heads + poolers:

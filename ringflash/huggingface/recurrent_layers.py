@@ -71,7 +71,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     signature: dict[str, object] = {"recurrent layer on": [*hidden.shape], "dtype": str(hidden.dtype)}
     if options.layout in DOCUMENT_LAYOUTS:  # in the others attention compares the bounds, on which no message depends
         signature["cu_seqlens"] = zlib.crc32(str(bounds).encode())
-    with in_layer(name):
+    with in_layer(name, module.training):
         agree(options.group, signature, error, hidden.device)
     if options.group is not None or bounds is not None:
         call[_KEYWORD] = Stretch.of(hidden.shape[1], options.group, bounds)

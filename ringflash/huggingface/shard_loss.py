@@ -1,4 +1,4 @@
-"""Guards of transformers' own loss, which on a ring would be that of a shard."""
+"""Guards of transformers' own loss, which would be computed from a shard only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def guard_losses(model: nn.Module, inputs: Any) -> None:
 
 
 def find_logits_error(kept: Any) -> Exception | None:
-    """Return the error for a number of last tokens, which would be those of each shard."""
+    """Return the error for a number of last tokens, which each rank would take from its shard."""
     if not isinstance(kept, int) or not kept:
         return None
     return NotImplementedError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class LayerSpans(Tensor):
             )
         if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
             return None
-        longest = max(_lengths_of_spans(read_documents(cu_seqlens)), default=0)
+        documents = read_documents(cu_seqlens)
+        spans = zip(pairwise(documents.bounds), documents.bidirectional or (), strict=False)
+        longest = max((stop - start for (start, stop), both in spans if both), default=0)
         if longest <= window:
             return None
         return NotImplementedError(
@@ -181,8 +184,8 @@ def say_of_other_layers(masks: Any) -> Any:
 def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return a bool scalar: the spans of a shard are the bidirectional documents of cu_seqlens. The host reads no ids.
 
-    Numbers are those of the spans in the shard, or all 0 if each tree of documents has one span at most. Neighbouring
-    spans are one to a model, so documents in which one continues the other do not fit.
+    A model numbers the spans of its shard, or gives all the number 0 if a tree of documents has at most one. It takes
+    neighbouring spans for one, so a bidirectional document that continues another one does not fit.
 
     Args:
         ids: (1, seqlen_local), as `LayerSpans`.
@@ -201,11 +204,6 @@ def spans_fit(ids: Tensor, positions: Tensor, cu_seqlens: Tensor | None) -> Tens
     begins[1:] &= ~inside[:-1]
     fit = (ids == torch.where(inside, begins.cumsum(0) - 1, -1)).all()
     return fit | (ids == torch.where(inside, 0, -1)).all() if _have_one_span(documents) else fit
-
-
-def _lengths_of_spans(documents: Documents) -> list[int]:
-    both = documents.bidirectional or ()
-    return [documents.bounds[i + 1] - documents.bounds[i] for i, spans in enumerate(both) if spans]
 
 
 def _have_one_span(documents: Documents) -> bool:

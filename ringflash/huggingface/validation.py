@@ -96,11 +96,7 @@ def chunk_size(module: nn.Module) -> int | None:
 
 
 def without_peft(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside PEFT's wrappers, adapters included, or the model itself.
-
-    Raises:
-        NotImplementedError: as `check_adapters`.
-    """
+    """Return the transformers model inside PEFT's wrappers, after `check_adapters`, or the model itself."""
     if getattr(model, "peft_config", None) is None:
         return model
     check_adapters(model)
@@ -108,11 +104,9 @@ def without_peft(model: nn.Module) -> nn.Module:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Reject PEFT adapters that do more than change what a layer computes for each token.
+    """Raise NotImplementedError for PEFT adapters that do more than change what a layer computes for each token.
 
-    Raises:
-        NotImplementedError: adapters that prepend tokens, add to the loss, or search the input for tokens. Each would
-            act on the shard instead of the sequence.
+    Those that prepend tokens, add to the loss, or search the input for tokens would act on the shard.
     """
     configs: Any = getattr(model, "peft_config", None)
     for config in configs.values() if isinstance(configs, dict) else ():
@@ -152,7 +146,8 @@ def find_static_error(
             check_direction(module)
         elif (problem := spans.find_error(cu_seqlens, window, layout)) is not None:
             raise problem
-        _check_dropout(dropout)
+        if dropout > 0:
+            raise NotImplementedError(f"dropout must be 0, got {dropout}; set config.attention_dropout = 0.")
         _check_length(query, key)
         _check_window(module, window, causal)
         _check_sinks(query, sinks)
@@ -246,11 +241,6 @@ def find_noise_error(model: Any) -> Exception | None:
     return NotImplementedError(
         "neftune_noise_alpha must be None, got noise whose size depends on the length of the shard; leave it out."
     )
-
-
-def _check_dropout(dropout: float) -> None:
-    if dropout > 0:
-        raise NotImplementedError(f"dropout must be 0, got {dropout}; set config.attention_dropout = 0.")
 
 
 def _check_length(query: Tensor, key: Tensor) -> None:

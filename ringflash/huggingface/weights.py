@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ringflash.comm import agreement
+from ringflash.comm.agreement import READ_TIMEOUT, raising_together
 from ringflash.comm.seeding import seeded
 from ringflash.huggingface.checkpoint_map import CheckpointMap, TensorBox, ties_of
 
@@ -117,7 +117,8 @@ def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
     for name, module in model.named_modules():
         if name in tied or not module._parameters:
             continue
-        with seeded(_seed_of(seed, name)):
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        with seeded(int.from_bytes(digest[:8], "little") >> 1):
             whole = _drawn(model, module, drawn_on)
         _check_set(model, [f"{name}.{key}" for key, values in whole.items() if values.isnan().any()])
         for key, parameter in module.named_parameters(recurse=False):
@@ -139,34 +140,20 @@ def load_weights(model: nn.Module, device: torch.device, directory: Path) -> Non
     """
     from safetensors import SafetensorError
 
-    mapping, error = None, None
-    try:
+    with raising_together(dist.group.WORLD, {"checkpoint": str(directory)}, timeout=READ_TIMEOUT):
         _check_plain(model, directory)
         files, shapes = _headers(directory)
         mapping = CheckpointMap(model, shapes)
         _check_map(mapping, directory)
-    except ValueError as problem:
-        error = problem
-    _agree({"checkpoint": str(directory)}, error)
-    assert mapping is not None
     _check_set(model, set(materialize(model, device)) - set(model.state_dict()))
-    try:
-        _read(mapping, files, saved_tensors(model))
-    except ValueError as problem:
-        error = problem
-    except (SafetensorError, OSError) as problem:
-        error = _damaged(directory, problem)
-    _agree({"read": str(directory)}, error)
+    with raising_together(dist.group.WORLD, {"read": str(directory)}, timeout=READ_TIMEOUT):
+        try:
+            _read(mapping, files, saved_tensors(model))
+        except (SafetensorError, OSError) as problem:
+            raise _damaged(directory, problem) from problem
 
 
-def _agree(signature: dict[str, object], error: Exception | None) -> None:
-    if dist.is_initialized():
-        agreement.agree(dist.group.WORLD, signature, error, timeout=agreement.READ_TIMEOUT)
-    elif error is not None:
-        raise error
-
-
-def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers that a checkpoint holds, each once, in the dtypes that transformers loads.
 
     Buffers that transformers keeps in fp32 are cast to fp32 in the model.
@@ -210,7 +197,7 @@ def materialize(model: nn.Module, device: torch.device) -> list[str]:
     return [name for name, buffer in model.named_buffers() if buffer.isnan().any()]
 
 
-def _unset(tensor: torch.Tensor | None) -> None:
+def _unset(tensor: Tensor | None) -> None:
     """Fill with NaN, so that values that are never set can be found."""
     if tensor is not None and tensor.is_floating_point():
         tensor.fill_(math.nan)
@@ -224,11 +211,7 @@ def _check_set(model: nn.Module, missing: Iterable[str]) -> None:
         )
 
 
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little") >> 1
-
-
-def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return the whole parameters of one module, initialised by the model's rules."""
     twin = copy.copy(module)
     twin._parameters = {
@@ -244,7 +227,7 @@ def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[st
 
 
 @torch.no_grad()
-def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+def _fill(parameter: Tensor, whole: Tensor) -> None:
     if isinstance(parameter, DTensor):
         whole = whole.to(parameter.to_local().device)
         sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -277,8 +260,7 @@ def _damaged(directory: Path, error: Exception) -> ValueError:
 
 
 def _check_plain(model: Any, directory: Path) -> None:
-    quantized = getattr(model.config, "quantization_config", None)
-    if quantized:
+    if quantized := getattr(model.config, "quantization_config", None):
         raise ValueError(
             f"{directory} must hold plain weights, got quantization_config {quantized}; dequantize it by "
             "from_pretrained, with dequantize=True in its quantization_config, and save_pretrained."
@@ -306,7 +288,7 @@ def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
 
 
 @torch.no_grad()
-def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, torch.Tensor]) -> None:
+def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, Tensor]) -> None:
     """Copy this rank's shard of every tensor.
 
     Raises:
@@ -323,8 +305,8 @@ def _read(mapping: CheckpointMap, files: dict[str, Path], tensors: dict[str, tor
 
 
 def _local_parts(
-    boxes: list[TensorBox], files: dict[str, Path], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[TensorBox, torch.Tensor, torch.Tensor]]:
+    boxes: list[TensorBox], files: dict[str, Path], tensors: dict[str, Tensor]
+) -> Iterator[tuple[TensorBox, Tensor, Tensor]]:
     """Yield each box that overlaps this rank's shard: the box, the overlap in the shard, and its values in the file."""
     from safetensors import safe_open
 
@@ -343,7 +325,7 @@ def _local_parts(
                     yield box, shard[tuple(in_shard)], file.get_slice(box.name)[tuple(in_tensor)]
 
 
-def _shard_of(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's shard of a tensor, and its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()

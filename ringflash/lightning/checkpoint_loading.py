@@ -122,11 +122,7 @@ class SingleFile:
 
 
 class _OwnState:
-    """State of this run's optimizer after a step with zeros, into which saved state is loaded.
-
-    Args:
-        path: the checkpoint, for messages.
-    """
+    """State of this run's optimizer after a step with zeros, into which saved state is loaded."""
 
     def __init__(self, path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._path, self._optimizer = path, optimizer

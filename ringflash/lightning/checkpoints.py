@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import callbacks
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
@@ -117,11 +118,7 @@ class CheckpointWriter:
 
 
 def check_local(folder: str | Path) -> None:
-    """Refuse the address of a bucket: taken as a path it would be a local folder, named s3: for example.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Raise ValueError for the address of a bucket: as a path it would be a local folder, named s3: for example."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(folder)):  # Path turns two slashes into one
         raise ValueError(
             f"checkpoints must go to a folder of a file system, got {folder}; name one that all hosts share, and "
@@ -169,7 +166,7 @@ def _described(value: Any, name: str) -> Iterator[tuple[str, str]]:
             yield from _described(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, DTensor):
         yield name, _SHARDED
-    elif isinstance(value, torch.Tensor):
+    elif isinstance(value, Tensor):
         yield name, f"{value.dtype} {tuple(value.shape)} {checksum(value)}"
     else:
         plain = isinstance(value, str | bytes | int | float | complex | None)
@@ -260,11 +257,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 def check_folders(trainer: lightning.Trainer) -> None:
-    """Refuse a trainer whose checkpoints would be written to a bucket, as `check_local` does.
-
-    Raises:
-        ValueError: an address instead of a folder.
-    """
+    """Run `check_local` on the folders of a trainer's checkpoints."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, callbacks.ModelCheckpoint) and callback.dirpath is not None:
             check_local(callback.dirpath)

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ringflash.comm.agreement import READ_TIMEOUT, agree, gather
+from ringflash.comm.agreement import READ_TIMEOUT, gather, raising_together
 from ringflash.data.files import TokenFiles, raise_for
-from ringflash.data.format import TokenFileError
 from ringflash.data.order import ORDER, SampleOrder, mix_lengths
 from ringflash.data.sequences import TokenSequences, split
 from ringflash.lightning.module import CausalLM
@@ -119,11 +119,7 @@ class SequenceData(lightning.LightningDataModule):
         self.num_consumed = state_dict["num_consumed"]
 
     def check_vocabulary(self, vocab_size: int, where: str) -> None:
-        """Refuse a `CausalLM` that lacks some of the tokens: ranks that meet one would fail, and the others hang.
-
-        Raises:
-            ValueError: a model with a smaller vocabulary; on every rank.
-        """
+        """Raise ValueError on every rank if a `CausalLM` lacks tokens: ranks that meet one would fail, others hang."""
         module = None if self.trainer is None else self.trainer.lightning_module
         got = _vocab_size(module.config) if isinstance(module, CausalLM) else None
         if got is not None and got < vocab_size:
@@ -325,7 +321,7 @@ class TokenData(SequenceData):
         added = {"tokens": self.files.header.fingerprint, "held_out_percent": self.held_out_percent, "order": ORDER}
         return {**super().identity(), **added}
 
-    def _sequences(self, documents: torch.Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
+    def _sequences(self, documents: Tensor, strategy: ContextParallelStrategy) -> TokenSequences:
         cp_rank = strategy.cp_mesh.get_local_rank()
         return TokenSequences(
             self.files, documents, self.seqlen, cp_size=strategy.cp_size, cp_rank=cp_rank, layout=strategy.layout
@@ -339,15 +335,11 @@ def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: b
         TokenFileError: this rank's files are damaged or missing.
         ValueError, RuntimeError: another rank's files are, or ranks have different files.
     """
-    files, error = None, None
-    try:
+    with raising_together(dist.group.WORLD, {}, timeout=READ_TIMEOUT):
         files = TokenFiles(folder)
         if verify:
             raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
-    except (TokenFileError, OSError) as problem:
-        error = problem
-    agree(dist.group.WORLD, {}, error, timeout=READ_TIMEOUT)
-    assert files is not None and dist.group.WORLD is not None
+    assert dist.group.WORLD is not None
     if len(set(gather(dist.group.WORLD, files.header.fingerprint))) > 1:
         raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
     return files

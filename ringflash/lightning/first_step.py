@@ -1,4 +1,4 @@
-"""Trial of a user's training step before training, on a few tokens, and comparison of the batches of the ranks.
+"""Trial of a user's training, validation or test step, on a few tokens, and comparison of the batches of the ranks.
 
 `ringflash.wrap.check` compares the trial on the ring with that on the whole sequence.
 """
@@ -31,7 +31,7 @@ class _Stopped(Exception):
 
 @dataclass(eq=False)
 class FirstStep:
-    """Trial run of a training step, which changes no parameters.
+    """Trial run of a step, which changes no parameters.
 
     Args:
         whole: True for the whole sequence on this rank, False for this rank's shard.
@@ -45,12 +45,14 @@ class FirstStep:
     loss: float | None = None
     logged: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def run(self, training_step: Callable[..., Any], batch: Any) -> None:
+    def run(self, step: Callable[..., Any], batch: Any, dataloader_idx: int) -> None:
         """Run the step up to its backward. It may take the batch only, as in Lightning."""
-        index = (0,) if is_param_in_hook_signature(training_step, "batch_idx", min_args=2) else ()
+        index = {"batch_idx": 0} if is_param_in_hook_signature(step, "batch_idx", min_args=2) else {}
+        if is_param_in_hook_signature(step, "dataloader_idx", explicit=True):
+            index["dataloader_idx"] = dataloader_idx
         self.logged = {}
         try:
-            self._keep(training_step(batch, *index))
+            self._keep(step(batch, *index.values()))
         except _Stopped:
             pass
 
@@ -85,8 +87,8 @@ def reduction_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> str:
 _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "sum": sum, "max": max, "min": min}
 
 
-def warn_of_logs(local: FirstStep, whole: FirstStep, group: Group) -> None:
-    """Warn of logged tensors whose reduction over the ranks is not the value of the whole sequence."""
+def warn_of_logs(step: str, local: FirstStep, whole: FirstStep, group: Group) -> None:
+    """Warn of a step's logged tensors whose reduction over the ranks is not the value of the whole sequence."""
     resolved = resolve(group)
     if resolved is None:
         return
@@ -99,7 +101,7 @@ def warn_of_logs(local: FirstStep, whole: FirstStep, group: Group) -> None:
             wrong.append(f"{name!r} (the {reduction} of ranks is {got:.4g}, the sequence's value {want:.4g})")
     if wrong:
         rank_zero_warn(
-            "values that training_step logs should be those of the whole sequence once they are reduced over the "
+            f"values that {step} logs should be those of the whole sequence once they are reduced over the "
             f"ranks, got others in a trial with random logits: {', '.join(wrong)}. A mean over labels or a mask of a "
             "shard is not that of the sequence: log what token_loss returns, or a torchmetrics Metric; sync_dist=False "
             "if a value is meant to be each rank's own."

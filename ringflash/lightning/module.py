@@ -11,7 +11,7 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -74,8 +74,9 @@ class CausalLM(lightning.LightningModule):
         self.seed, self.memory, self.impl, self.float8 = seed, memory, impl, float8
         self.model: huggingface.CausalLMWithLoss | None = None
         self._in_fp32: list[nn.Module] = []
-        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None  # of a sequence's documents
-        self._losses: list[torch.Tensor] = []  # one for each batch of this step so far
+        # `training_flops` of a sequence's documents; None if the model's parameters cannot be counted
+        self.flops_of: Callable[[Sequence[int] | Documents], float] | None = None
+        self._losses: list[Tensor] = []  # one for each batch of this step so far
         self.eval_losses: dict[str, float] = {}  # last evaluation, by name of the loader
         self.eval_losses_by_position: dict[str, dict[int, float]] = {}  # and by `position_buckets`
 
@@ -87,7 +88,8 @@ class CausalLM(lightning.LightningModule):
         self.model = empty_model(self.config, strategy.cp_group, self.memory, strategy.layout, self.impl)
         if self.float8 is not None:
             multiply_in_float8(self.model.model, self.float8, strategy.root_device.type)
-        self.flops_of = _flops_of(self.model.model)
+        if (counted := matmul_sizes(self.model.model)) is not None:
+            self.flops_of = partial(training_flops, counted, layer_windows(self.model.model.config))
         self._in_fp32 = modules_in_fp32(self.model.model)
         layers = self.model.get_submodule("model.model.layers").children()
         strategy.shard_parameters(self.model, layers, in_fp32=self._in_fp32)
@@ -107,8 +109,8 @@ class CausalLM(lightning.LightningModule):
         exact = dict(self.named_buffers())
         in_fp32 = {id(p) for module in self._in_fp32 for p in module.parameters() if isinstance(p, DTensor)}
 
-        def unrounded(x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = fn(x)
+        def unrounded(x: Tensor) -> Tensor:
+            found: Tensor = fn(x)
             return x.to(found.device) if id(x) in in_fp32 and found.dtype.itemsize < x.dtype.itemsize else found
 
         result = super()._apply(unrounded, recurse)
@@ -152,7 +154,7 @@ class CausalLM(lightning.LightningModule):
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps - self.warmup_steps))
         return self.final_rate + (1 - self.final_rate) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return this rank's loss, and log its mean over all ranks and over the step's batches so far.
 
         A mixture of experts also logs the routers' balancing loss of the last batch. The loss contains it, multiplied
@@ -247,11 +249,7 @@ class LearningRateSchedule(LambdaLR):
 
 
 def empty_model(
-    config: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    memory: Memory,
-    layout: str = "zigzag",
-    impl: str = "auto",
+    config: dict[str, Any], group: dist.ProcessGroup | None, memory: Memory, layout: str = "zigzag", impl: str = "auto"
 ) -> huggingface.CausalLMWithLoss:
     """Build a transformers model with ring attention over `group` on the meta device, whose forward returns the loss.
 
@@ -272,13 +270,7 @@ def empty_model(
     return huggingface.CausalLMWithLoss(model, group)
 
 
-def _flops_of(model: nn.Module) -> Callable[[Sequence[int] | Documents], float] | None:
-    """Return `training_flops` of a transformers model, or None if its parameters cannot be counted."""
-    counted = matmul_sizes(model)
-    return None if counted is None else partial(training_flops, counted, layer_windows(model.config))
-
-
-def position_buckets(position_ids: torch.Tensor, cu_seqlens: torch.Tensor | None, seqlen: int) -> torch.Tensor:
+def position_buckets(position_ids: Tensor, cu_seqlens: Tensor | None, seqlen: int) -> Tensor:
     """Return the bucket of each token, by the number of preceding tokens of its document; int64, as position_ids.
 
     Losses by bucket show if a model uses distant context.

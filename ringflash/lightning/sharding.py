@@ -47,14 +47,14 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
 
     List it before LightningModule among the bases, and use a strategy with a context axis. Each training or evaluation
     step then receives a shard of the batch, while `positions` and `token_loss` refer to the whole sequence. Between the
-    steps attention is refused, unless `ringflash.disable_ring` says that sequences are whole. Before the first training
-    step the module on the ring is compared with the module on the whole sequence, for a part of the first batch. Each
-    method may be overridden.
+    steps attention is refused, unless `ringflash.disable_ring` says that sequences are whole. Before the first step of
+    training, validation and test the module on the ring is compared with the module on the whole sequence, for a part
+    of the batch. Each method may be overridden.
     """
 
     _ringflash_ready = False
     _ringflash_cut = False  # True once a batch has been sharded
-    _ringflash_checked = False
+    _ringflash_checked: frozenset[str] = frozenset()  # steps that have been compared
     _ringflash_documents: Tensor | None = None  # cu_seqlens of the current batch
     _ringflash_step: FirstStep | None = None  # during the comparison
     check_sequence_sharding = True  # False skips the checks of batches and of the first step
@@ -112,7 +112,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         )
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Shard the batch before it is moved to the device; check the module on the first training batch.
+        """Shard the batch before it is moved to the device; check the module on the first batch of each kind of step.
 
         Raises:
             ValueError: ranks of a ring have different batches, or the check fails; on every rank.
@@ -124,9 +124,10 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             return batch  # its batches are already shards
         if self.check_sequence_sharding:
             check_same_batch(batch, group)
-            if trainer.training and not self._ringflash_checked:
-                self._ringflash_checked = True
-                self._check(batch)
+            step = _step_of(trainer)
+            if step is not None and step not in self._ringflash_checked:
+                self._ringflash_checked |= {step}
+                self._check(batch, step, dataloader_idx)
         return self.shard_batch(batch, group)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -211,8 +212,11 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
     def _wrapped(self) -> WrappedState | None:
         return getattr(self, "_ringflash_state", None)
 
-    def _check(self, batch: Any) -> None:
-        """Run `check_runs` on a few tokens of a batch, if it is sharded at all."""
+    def _check(self, batch: Any, name: str, dataloader_idx: int) -> None:
+        """Run `check_runs` of a step on a few tokens of a batch, if it is sharded at all.
+
+        Of an evaluation, only what it logs has an effect, not what it returns.
+        """
         strategy, precision = ranks_of(self.trainer), self.trainer.precision_plugin
         if resolve(strategy.cp_group) is None:
             return
@@ -228,19 +232,19 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         def run(group: Group) -> float | None:
             step = whole if group is None else local
             gpus = [device] if device.type == "cuda" else []  # both runs draw the same numbers
-            with self._as_trial(step), precision.train_step_context(), torch.random.fork_rng(devices=gpus):
-                shard = self._apply_batch_transfer_handler(self.shard_batch(tokens, group), device, 0)
-                step.run(self.training_step, shard)
+            with self._as_trial(step), precision.forward_context(), torch.random.fork_rng(devices=gpus):
+                shard = self._apply_batch_transfer_handler(self.shard_batch(tokens, group), device, dataloader_idx)
+                step.run(getattr(self, name), shard, dataloader_idx)
             if group is None:
                 check_labels(local, whole, strategy.cp_group)
-            return step.loss
+            return step.loss if name == "training_step" else 0.0
 
         check_runs(
-            self, run, "training_step's loss, averaged over the ring,",
+            self, run, f"{name}'s loss, averaged over the ring,",
             "use token_loss, which counts the tokens of all ranks (a loss mask is its argument weights), with labels "
             "shifted before the batch is sharded, or set check_sequence_sharding = False if another loss is intended",
         )  # fmt: skip
-        warn_of_logs(local, whole, strategy.cp_group)
+        warn_of_logs(name, local, whole, strategy.cp_group)
         self._ringflash_documents = documents
 
     @contextmanager
@@ -266,6 +270,13 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 scheduler.load_state_dict(schedule)
             for group, option in zip(groups, options, strict=True):
                 group.update(option)
+
+
+def _step_of(trainer: Any) -> str | None:
+    """Return the name of the step that the trainer is about to run; None for predictions, which log nothing."""
+    if trainer.sanity_checking or trainer.validating:
+        return "validation_step"
+    return "training_step" if trainer.training else "test_step" if trainer.testing else None
 
 
 def _check_same_ring(wrapped: CallOptions, strategy: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from ringflash.lightning.trainer_checks import TrainerChecks
 
@@ -31,7 +32,7 @@ class StopOnSignal(lightning.Callback):
 
     def __init__(self) -> None:
         self.noted = False
-        self._agreed: torch.Tensor | None = None  # at the end of the last batch: 1 if any rank was signalled
+        self._agreed: Tensor | None = None  # at the end of the last batch: 1 if any rank was signalled
         self._step = 0  # global step at the end of the last batch
         self._limits: tuple[Any, Any, Any] | None = None  # the trainer's own limits, restored after the stop
 

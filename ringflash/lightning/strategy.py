@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -269,7 +269,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         if failed:
             rank_zero_warn(f"A checkpoint was not written: {failed}")
 
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the 2-norm of the whole model's gradient, equal on every rank, fp32 (fp64 for fp64).
 
         One all-reduce for all parameters, which `shard_parameters` must have sharded.
@@ -295,11 +295,7 @@ def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
 
 @contextmanager
 def check_ties(module: nn.Module) -> Iterator[None]:
-    """Check that tied parameters are still tied at the end: FSDP2 silently separates those of different units.
-
-    Raises:
-        ValueError: a pair was separated; the message names both.
-    """
+    """Raise ValueError if tied parameters are not tied any more at the end: FSDP2 separates those of two units."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -100,11 +100,7 @@ class TrainerChecks(ParallelStrategy):
         """Wait until all requested checkpoints are on disk; a strategy that saves synchronously has nothing to do."""
 
     def on_train_start(self) -> None:
-        """Check the number of training batches.
-
-        Raises:
-            ValueError: data ranks with different numbers of batches; on every rank. So do the other stages below.
-        """
+        """Check the number of training batches, as the other stages below do theirs."""
         check_batches([self._trainer.num_training_batches])
         super().on_train_start()
 
@@ -130,11 +126,7 @@ class TrainerChecks(ParallelStrategy):
 
 
 def check_interval(trainer: lightning.Trainer) -> None:
-    """Refuse a time between evaluations: clocks differ, so one rank would evaluate while another trains.
-
-    Raises:
-        ValueError: val_check_interval is a time.
-    """
+    """Raise ValueError for a time between evaluations: by other clocks one rank would evaluate while another trains."""
     if trainer.world_size > 1 and trainer._val_check_time_interval is not None:
         raise ValueError(
             "val_check_interval must be a number of batches with several ranks, whose clocks differ, got "
@@ -143,11 +135,7 @@ def check_interval(trainer: lightning.Trainer) -> None:
 
 
 def check_averaging(trainer: lightning.Trainer) -> None:
-    """Refuse Lightning's weight averaging, which copies the module: FSDP2 forbids copies with an unclear error.
-
-    Raises:
-        NotImplementedError: a callback that averages weights; the message names it.
-    """
+    """Raise NotImplementedError for weight averaging, which copies the module: FSDP2's own error is unclear."""
     for callback in trainer.callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise NotImplementedError(
@@ -157,12 +145,10 @@ def check_averaging(trainer: lightning.Trainer) -> None:
 
 
 def check_batches(numbers: Sequence[float]) -> None:
-    """Refuse data ranks with different numbers of batches: in FSDP2's all-gathers some ranks would wait forever.
+    """Raise ValueError on every rank if data ranks have different numbers of batches: some would wait forever.
 
     Args:
         numbers: number of batches of each data loader of this rank; inf if unknown.
-    Raises:
-        ValueError: the numbers differ; on every rank.
     """
     group = dist.group.WORLD
     found = {tuple(of_rank) for of_rank in ([] if group is None else gather(group, list(numbers)))}

@@ -15,7 +15,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -104,6 +104,6 @@ def _checkpointed(keep: bool, host: HostCopies | None, layer: Callable[..., Any]
 
 def _on_host(host: HostCopies, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
     """Return a context that saves the checkpoint's inputs on the host, but nothing that the layer itself saves."""
-    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in args):
+    if any(isinstance(x, Tensor) and x.is_cuda for x in args):
         return host.hooks()
     return save_on_cpu(pin_memory=False)

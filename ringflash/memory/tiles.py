@@ -164,7 +164,7 @@ class _SaveInputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: None) -> tuple[None, ...]:
-        """Return no gradients: those of the inputs flow through the tiles."""
+        """Return no gradients: the inputs get theirs through the tiles."""
         return (None,) * len(ctx.needs_input_grad)
 
 

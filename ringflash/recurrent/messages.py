@@ -22,7 +22,6 @@ def swap(
 
     Args:
         sent, received: contiguous, by rank; empty if there is nothing to send or receive. This rank's own are ignored.
-        what: name of the messages in errors.
         pass_name: "forward" or "backward".
     Raises:
         RuntimeError: over gloo, a peer has died or stalled; over NCCL the watchdog reports it.

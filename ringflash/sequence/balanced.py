@@ -165,7 +165,6 @@ def _mirrored(segments: list[tuple[int, int, int]], starts: list[int]) -> Iterat
 
     Args:
         segments: document, rank and number of tokens of each segment, by document.
-        starts: first position of each document.
     """
     shares: dict[int, dict[int, int]] = {}
     for document, rank, size in segments:

@@ -6,6 +6,7 @@ from numbers import Integral
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.layout import read_documents
@@ -15,7 +16,7 @@ from ringflash.sequence.padding import IGNORE_INDEX
 _COUNTED, _GIVEN, _INVALID = range(3)  # kind of a rank's number of tokens
 
 
-def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+def shift_labels(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the labels of a whole sequence, before sharding: each token's successor, or -100 without one.
 
     Args:
@@ -36,7 +37,7 @@ def shift_labels(tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -
     return labels
 
 
-def _without_label(documents: Documents) -> torch.Tensor:
+def _without_label(documents: Documents) -> Tensor:
     """Return which tokens see their successor, or have none: (seqlen,), bool."""
     if documents.have_branches:
         raise ValueError(
@@ -53,7 +54,7 @@ def _without_label(documents: Documents) -> torch.Tensor:
     return found
 
 
-def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
+def count_tokens(labels: Tensor, group: Group) -> Tensor:
     """Count the labelled tokens of the whole sequence, summed over the shards of the group.
 
     Args:
@@ -68,9 +69,7 @@ def count_tokens(labels: torch.Tensor, group: Group) -> torch.Tensor:
     return count
 
 
-def agreed_count(
-    labels: torch.Tensor, num_tokens: torch.Tensor | int | None, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def agreed_count(labels: Tensor, num_tokens: Tensor | int | None, group: dist.ProcessGroup | None) -> Tensor:
     """Return the labelled tokens of the whole sequence, counted or given, after comparing the ranks.
 
     Raises:
@@ -90,14 +89,12 @@ def agreed_count(
     return values.sum() if counted else values[0]
 
 
-def tell_of_error(labels: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+def tell_of_error(labels: Tensor, group: dist.ProcessGroup | None) -> None:
     """Let `agreed_count` raise on the other ranks, because this one has an error."""
     _gather_counts(labels, 0, _INVALID, group)
 
 
-def _gather_counts(
-    labels: torch.Tensor, mine: torch.Tensor | int, kind: int, group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def _gather_counts(labels: Tensor, mine: Tensor | int, kind: int, group: dist.ProcessGroup | None) -> Tensor:
     """All-gather the kind and value of each rank's number of tokens: (cp_size, 2), int64.
 
     Messages have the same form for all kinds, so ranks with different kinds do not wait for different messages.
@@ -105,7 +102,7 @@ def _gather_counts(
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     table = torch.zeros(size, 2, dtype=torch.int64, device=labels.device)
     table[rank, 0] = kind
-    table[rank, 1] = mine.reshape(()) if isinstance(mine, torch.Tensor) else mine
+    table[rank, 1] = mine.reshape(()) if isinstance(mine, Tensor) else mine
     if group is not None:
         dist.all_reduce(table, group=group)
     return table
@@ -128,7 +125,7 @@ def _disagreement(kinds: list[int], values: list[int]) -> str:
 
 def check_num_tokens(num_tokens: object) -> None:
     """Raise ValueError unless a number of tokens is None, an integer from 0 on, or a tensor of one integer."""
-    if isinstance(num_tokens, torch.Tensor):
+    if isinstance(num_tokens, Tensor):
         kind = num_tokens.dtype
         valid = not (kind.is_floating_point or kind.is_complex or kind == torch.bool) and num_tokens.numel() == 1
         got = f"{kind} of shape {tuple(num_tokens.shape)}"

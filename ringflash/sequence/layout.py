@@ -22,11 +22,12 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm import cuda_graphs
-from ringflash.comm.agreement import agree
+from ringflash.comm.agreement import raising_together
 from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
@@ -146,8 +147,8 @@ def check_layout(seqlen: int, cp_size: int, layout: str, documents: tuple[int, .
 
 
 def local_positions(
-    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
-) -> torch.Tensor:
+    seqlen: int, cp_size: int, cp_rank: int, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Return the global position of every local token, in local order.
 
     `local_positions(16, 4, 1)` is `[2, 3, 12, 13]`.
@@ -168,8 +169,8 @@ def local_positions(
 
 
 def shard_sequence(
-    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Return this rank's shard of a tensor that every rank holds in full.
 
     Args:
@@ -188,8 +189,8 @@ def shard_sequence(
 
 
 def cut_sequence(
-    x: torch.Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Return `shard_sequence` of a tensor, of which wrapped modules compare nothing."""
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
@@ -200,12 +201,12 @@ def cut_sequence(
 
 
 _INTEGERS = (torch.int64, torch.int32)
-_Cut = tuple[torch.Tensor, str]  # checksum of the whole tensor, and layout
+_Cut = tuple[Tensor, str]  # checksum of the whole tensor, and layout
 _cuts = WeakIdKeyDictionary()  # shards of integers, and how each was cut
-_last_cuts: deque[tuple[torch.Tensor, _Cut]] = deque(maxlen=16)  # checksums of the last shards, and their cuts
+_last_cuts: deque[tuple[Tensor, _Cut]] = deque(maxlen=16)  # checksums of the last shards, and their cuts
 
 
-def find_cut(shard: torch.Tensor) -> tuple[int, str] | None:
+def find_cut(shard: Tensor) -> tuple[int, str] | None:
     """Return a checksum of what `shard_sequence` has cut a shard of integers from, and the layout; None if not known.
 
     The host waits for the device. A copy of a shard is found by its values, unless these are all equal, or those of
@@ -224,14 +225,14 @@ def find_cut(shard: torch.Tensor) -> tuple[int, str] | None:
 
 
 def unshard_sequence(
-    x: torch.Tensor,
+    x: Tensor,
     group: Group,
     dim: int = 1,
     layout: str = "zigzag",
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     gradient: str = "sum",
-) -> torch.Tensor:
+) -> Tensor:
     """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
     Differentiable; `gradient` says how, by the loss that the ranks compute from the result.
@@ -253,7 +254,7 @@ def unshard_sequence(
         _check_gradient(gradient)
     else:
         _compare_shards(x, group, dim, layout, bounds, gradient)
-    return cast(torch.Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
+    return cast(Tensor, _Unshard.apply(x, group, dim, layout, bounds, gradient))
 
 
 def _check_gradient(gradient: str) -> None:
@@ -264,16 +265,10 @@ def _check_gradient(gradient: str) -> None:
 
 
 def _compare_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None, gradient: str
+    x: Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None, gradient: str
 ) -> None:
     """Raise ValueError on every rank unless all ranks have shards of one shape, dtype and layout."""
-    error: Exception | None = None
-    try:
-        _check_gradient(gradient)
-        check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
-    except (ValueError, IndexError) as problem:
-        error = problem
-    content = {
+    content: dict[str, object] = {
         "unshard_sequence": list(x.shape),
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
@@ -281,12 +276,12 @@ def _compare_shards(
         "cu_seqlens": None if bounds is None else bounds.digest,
         "gradient": gradient,
     }
-    agree(group, content, error, x.device)
+    with raising_together(group, content, x.device):
+        _check_gradient(gradient)
+        check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
 
 
-def document_table(
-    cu_seqlens: torch.Tensor, parents: torch.Tensor | None = None, bidirectional: torch.Tensor | None = None
-) -> torch.Tensor:
+def document_table(cu_seqlens: Tensor, parents: Tensor | None = None, bidirectional: Tensor | None = None) -> Tensor:
     """Return documents that continue one another, as one tensor, the `cu_seqlens` of every function that takes them.
 
     Args:
@@ -309,12 +304,12 @@ def document_table(
     return table
 
 
-def read_documents(cu_seqlens: torch.Tensor) -> Documents:
+def read_documents(cu_seqlens: Tensor) -> Documents:
     """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
     return _documents(cu_seqlens) if cu_seqlens.device.type == "cpu" else _documents_on_device(cu_seqlens)
 
 
-def _documents(cu_seqlens: torch.Tensor) -> Documents:
+def _documents(cu_seqlens: Tensor) -> Documents:
     if cu_seqlens.dim() == 1:
         return Documents(tuple(cu_seqlens.tolist()))
     if cu_seqlens.dim() != 2 or cu_seqlens.shape[0] != 3:
@@ -328,7 +323,7 @@ def _documents(cu_seqlens: torch.Tensor) -> Documents:
 _documents_on_device = LastResult(_documents)
 
 
-def _bounds(layout: str, cu_seqlens: torch.Tensor | None) -> Documents | None:
+def _bounds(layout: str, cu_seqlens: Tensor | None) -> Documents | None:
     """Read documents if the layout depends on them."""
     return None if cu_seqlens is None or layout not in DOCUMENT_LAYOUTS else read_documents(cu_seqlens)
 
@@ -338,9 +333,9 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None,
+        ctx, x: Tensor, group: dist.ProcessGroup, dim: int, layout: str, bounds: Documents | None,
         gradient: str,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         ctx.group, ctx.dim, ctx.layout, ctx.gradient = group, dim, layout, gradient
         ctx.cu_seqlens = None if bounds is None else torch.tensor(bounds.rows, device="cpu")
         x = x.contiguous()
@@ -352,7 +347,7 @@ class _Unshard(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
         if ctx.gradient == "sum":
             grad = grad.contiguous().clone()
             dist.all_reduce(grad, group=ctx.group)

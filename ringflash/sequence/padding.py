@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ringflash.sequence.layout import granularity, read_documents
@@ -20,23 +21,23 @@ class PaddedBatch(NamedTuple):
     or None; padded bounds.
     """
 
-    tokens: torch.Tensor
-    labels: torch.Tensor | None
-    cu_seqlens: torch.Tensor | None
-    position_ids: torch.Tensor | None
+    tokens: Tensor
+    labels: Tensor | None
+    cu_seqlens: Tensor | None
+    position_ids: Tensor | None
 
 
 def pad_sequence(
-    tokens: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     cp_size: int,
     layout: str = "zigzag",
     multiple_of: int = 1,
     pad_token_id: int = 0,
     causal: bool = True,
-    position_ids: torch.Tensor | None = None,
+    position_ids: Tensor | None = None,
 ) -> PaddedBatch:
     """Pad at the end, tokens with `pad_token_id` and labels with -100, before sharding.
 
@@ -84,7 +85,7 @@ def pad_sequence(
     )
 
 
-def _pad_positions(position_ids: torch.Tensor, extra: int, restart: bool) -> torch.Tensor:
+def _pad_positions(position_ids: Tensor, extra: int, restart: bool) -> Tensor:
     first = torch.zeros_like(position_ids[:, -1:]) if restart else position_ids[:, -1:] + 1
     return torch.cat([position_ids, first + torch.arange(extra, device=first.device)], 1)
 
@@ -110,7 +111,7 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
     beyond = (offset - lengths[document] + 1).clamp(min=0).to(tokens.device)  # 0 for tokens, 1, 2, ... for padding
     source = (cu_seqlens[document] + offset).to(tokens.device) - beyond
 
-    def padded(x: torch.Tensor, value: int) -> torch.Tensor:
+    def padded(x: Tensor, value: int) -> Tensor:
         return x[:, source].masked_fill(beyond > 0, value)
 
     return PaddedBatch(
@@ -121,7 +122,7 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
     )
 
 
-def _with_document(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def _with_document(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bounds, or a table, with a document at the end, which continues none and is causal."""
     last = cu_seqlens[..., -1:].clone()  # the last column of a table says so of parents and directions
     last[(0,) * last.dim()] += num_tokens

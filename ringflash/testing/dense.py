@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 _ROWS = 1024  # query rows per block, so that an oracle of 32k tokens fits into memory
 
 
 def visible(
-    query: torch.Tensor,
-    key: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the mask of visible pairs from global positions: (queries, keys), bool.
 
     Args:
@@ -49,9 +50,7 @@ def visible(
     return seen if on_path is None else seen & on_path
 
 
-def _rows(
-    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None,
-) -> tuple[list[int], list[int], list[bool]]:
+def _rows(cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None) -> tuple[list[int], list[int], list[bool]]:
     """Return bounds, parents and directions of documents."""
     if cu_seqlens is None:
         return [], [], []
@@ -62,7 +61,7 @@ def _rows(
     return list(cu_seqlens), [-1] * count, [False] * count  # type: ignore[arg-type]
 
 
-def _paths(bounds: list[int], parents: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _paths(bounds: list[int], parents: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which documents each document continues, directly or not, and the tokens of these before it."""
     ancestors = torch.zeros(len(parents), len(parents), dtype=torch.bool, device=device)
     lengths = torch.tensor(bounds, device=device).diff()
@@ -74,17 +73,17 @@ def _paths(bounds: list[int], parents: list[int], device: torch.device) -> tuple
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
     *,
     causal: bool,
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     softmax_scale: float | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Compute out, lse, dq, dk and dv in the dtype of q (lse: at least fp32), by eager torch and autograd.
 
     Args:
@@ -97,7 +96,7 @@ def attention(
     position = torch.arange(q.shape[1], device=q.device)
     k, v = (x.detach().requires_grad_() for x in (k, v))
     dk, dv = (torch.zeros_like(x, dtype=state) for x in (k, v))
-    blocks: list[tuple[torch.Tensor, ...]] = []
+    blocks: list[tuple[Tensor, ...]] = []
     for start in range(0, q.shape[1], _ROWS):
         rows = slice(start, start + _ROWS)
         part = q[:, rows].detach().requires_grad_()
@@ -117,9 +116,7 @@ def attention(
     }  # fmt: skip
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
     scores = (q.transpose(1, 2) @ k.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))

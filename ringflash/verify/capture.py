@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -65,11 +65,10 @@ class Capture:
 
     Args:
         length: number of tokens of this rank.
-        keep_gradient: also keep the gradient of the loss at the last output; `gradient` returns it.
     """
 
-    def __init__(self, module: nn.Module, length: int, *, keep_gradient: bool = False) -> None:
-        self.length, self.keep_gradient = length, keep_gradient
+    def __init__(self, module: nn.Module, length: int) -> None:
+        self.length = length
         self.outputs: dict[str, Tensor] = {}
         self._modules = watched_modules(module)
         head = embedding_head(module)
@@ -79,27 +78,24 @@ class Capture:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Capture:
-        self._handles = [m.register_forward_hook(self._hook(name)) for name, m in self._modules.items()]
+        self._handles = [m.register_forward_hook(partial(self._keep, name)) for name, m in self._modules.items()]
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            tensor = tensor_of(output, self.length)
-            if tensor is None or name in self.outputs:
-                return
-            self.outputs[name] = tensor.detach().clone()
-            if self.keep_gradient and tensor.requires_grad:
-                tensor.retain_grad()
-                self._last = tensor
-
-        return keep
+    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        tensor = tensor_of(output, self.length)
+        if tensor is None or name in self.outputs:
+            return
+        self.outputs[name] = tensor.detach().clone()
+        if tensor.requires_grad:
+            tensor.retain_grad()
+            self._last = tensor
 
     def gradient(self) -> Tensor | None:
-        """Return the gradient of the loss at the last output, after the backward."""
+        """Return the gradient of the loss at the last output, after the backward; None without one."""
         return None if self._last is None else self._last.grad
 
 

@@ -10,7 +10,7 @@ replaces it. If there are several baselines (`rounding.py`), the largest of thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ ROUNDED: dict[str, Callable[[Observation], dict[str, Any]]] = {
     GRADIENTS: lambda seen: seen.gradients,
     STEP: lambda seen: seen.stepped,
 }
-_POSITIONED = (LAYERS, LOGITS, LOSS_GRADIENT)
+_POSITIONED, _SCALARS = (LAYERS, LOGITS, LOSS_GRADIENT), (LOSS, EVALUATION)
 
 # Largest relative differences of FP8 from exact attention. That of the gradients is the limit for one layer's attention
 # with outliers; models that trained had 3 to 5% (docs/fp8.md).
@@ -107,11 +107,11 @@ def compare(runs: Runs) -> list[Check]:
         _inputs(runs),
         _by_position(LAYERS, runs),
         _by_position(LOGITS, runs),
-        _scalars(LOSS, runs),
+        _by_name(LOSS, runs),
         _by_position(LOSS_GRADIENT, runs),
-        _scalars(EVALUATION, runs),
-        _whole(GRADIENTS, runs),
-        _agreement(runs),
+        _by_name(EVALUATION, runs),
+        _by_name(GRADIENTS, runs),
+        Check(AGREEMENT, 2.0 if runs.got.disagreement else 0.0, runs.got.disagreement),
         _stepped(runs),
     ]
 
@@ -174,13 +174,32 @@ def _by_position(name: str, runs: Runs) -> Check:
     if name == LOGITS and not names:
         check.note = "computed only for transformers models, whose last hidden state and head are known"
     usual = _usual(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
+    return _with_ratios(check, runs, names, usual)
+
+
+def _by_name(name: str, runs: Runs) -> Check:
+    """Compare scalars or whole tensors, of which each that is missing at cp=N has failed.
+
+    Scalars have the usual relative error of the last layer's output.
+    """
+    got, want = (ROUNDED[name](seen) for seen in (runs.got, runs.want))
+    missing = [key for key in want if key not in got]
+    read, names = (ROUNDED[LAYERS], list(runs.want.layers)[-1:]) if name in _SCALARS else (ROUNDED[name], list(want))
+    usual = _usual((read(runs.baseline)[key], read(runs.want)[key]) for key in names)
+    check = Check(name, float("inf") if missing else None, missing)
+    return _with_ratios(check, runs, [key for key in want if key in got], usual)
+
+
+def _with_ratios(check: Check, runs: Runs, names: list[str], usual: float) -> Check:
+    """Add the errors over budget of the named values, chunk by chunk if they have positions."""
+    got, want, baseline = (ROUNDED[check.name](seen) for seen in (runs.got, runs.want, runs.baseline))
     for key in names:
-        size = want[key].shape[1] // runs.num_chunks
-        parts = _parts(name, runs, got[key], baseline[key], want[key])
-        for index, (x, base, reference) in enumerate(parts):
-            largest = _largest(runs, (name, key, index), base, reference)
-            ratio, first_row = _spent(x, largest, reference, usual, runs.eps)
-            check.add(key, ratio, index * size + first_row)
+        for index, (x, base, reference) in enumerate(_parts(check.name, runs, got[key], baseline[key], want[key])):
+            largest = _largest(runs, (check.name, key, index), base, reference)
+            ratio, row = _spent(x, largest, reference, usual, runs.eps)
+            place = index * (want[key].shape[1] // runs.num_chunks) + row if check.name in _POSITIONED else None
+            if not check.add(key, ratio, place) and check.name in _SCALARS:
+                check.note = f"{got[key]:.6g} at cp=N, {want[key]:.6g} at cp=1"
     return check
 
 
@@ -195,58 +214,19 @@ def _shape(x: Tensor | float) -> tuple[int, ...]:
     return tuple(x.shape) if isinstance(x, Tensor) else ()
 
 
-def _whole(name: str, runs: Runs) -> Check:
-    got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
-    check = _lacking(name, got, want)
-    usual = _usual((baseline[key], want[key]) for key in want)
-    for key in (key for key in want if key in got):
-        largest = _largest(runs, (name, key, 0), baseline[key], want[key])
-        check.add(key, _spent(got[key], largest, want[key], usual, runs.eps)[0])
-    return check
-
-
-def _lacking(name: str, got: Mapping[str, object], want: Mapping[str, object]) -> Check:
-    """Return a check in which every name that is missing at cp=N has failed."""
-    missing = [key for key in want if key not in got]
-    return Check(name, float("inf") if missing else None, missing)
-
-
-def _scalars(name: str, runs: Runs) -> Check:
-    """Compare scalars; their budget uses the usual relative error of the last layer's output."""
-    got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
-    check, last = _lacking(name, got, want), list(runs.want.layers)[-1:]
-    usual = _usual((runs.baseline.layers[key], runs.want.layers[key]) for key in last)
-    for key, value in ((key, got[key]) for key in want if key in got):
-        ((x, base, reference),) = _parts(name, runs, value, baseline[key], want[key])
-        if not check.add(
-            key, _spent(x, _largest(runs, (name, key, 0), base, reference), reference, usual, runs.eps)[0]
-        ):
-            check.note = f"{value:.6g} at cp=N, {want[key]:.6g} at cp=1"
-    return check
-
-
 def _stepped(runs: Runs) -> Check:
-    check, apart = _whole(STEP, runs), runs.got.apart_after
+    check, apart = _by_name(STEP, runs), runs.got.apart_after
     if apart:
         check.failed += [name for name in apart if name not in check.failed]
         check.ratio, check.note = float("inf"), "not equal on all ranks"
     return check
 
 
-def _agreement(runs: Runs) -> Check:
-    wrong = runs.got.disagreement
-    return Check(AGREEMENT, 2.0 if wrong else 0.0, wrong)
-
-
 def _usual(pairs: Any) -> float:
-    """Return the upper quartile of the baseline's relative errors."""
-    errors = [_relative(base, want) for base, want in pairs]
+    """Return the upper quartile of the baseline's largest errors, relative to the largest values."""
+    sizes = [(_error(base, want)[0], want.double().abs().max().item()) for base, want in pairs]
+    errors = [error / size if size > 0 else 0.0 for error, size in sizes]
     return float(torch.tensor(errors, dtype=torch.float64).quantile(0.75)) if errors else 0.0
-
-
-def _relative(base: Tensor, want: Tensor) -> float:
-    size = want.double().abs().max().item()
-    return (base.double() - want.double()).abs().max().item() / size if size > 0 else 0.0
 
 
 def _largest(runs: Runs, key: tuple[str, str, int], base: Tensor, want: Tensor) -> Extent:

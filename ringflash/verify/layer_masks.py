@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class ReachReader:
         for name, attention in _attentions(module).items():
             call = RecordedCall(attention)
             self._handles.append(attention.register_forward_pre_hook(call.note, prepend=True, with_kwargs=True))
-            self._handles.append(attention.register_forward_hook(self._hook(name, call)))
+            self._handles.append(attention.register_forward_hook(partial(self._read, name, call)))
 
     def close(self) -> Tensors:
         """Remove the hooks and return the changes by name."""
@@ -98,20 +99,18 @@ class ReachReader:
             handle.remove()
         return {name: gather_whole(x, self.group, self.layout) for name, x in self._found.items()}
 
-    def _hook(self, name: str, call: RecordedCall) -> Callable[..., None]:
-        def read(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            before = tensor_of(output, self._rows.shape[1])
-            if self._busy or name in self._found or before is None:
-                return
-            self._busy = True
-            try:
-                others = [tensor_of(call.repeat_with_change(row), before.shape[1]) for row in self._rows]
-            finally:
-                self._busy = False
-            changes = [(x - before).double() for x in others if x is not None]
-            self._found[name] = torch.stack([x.abs().flatten(2).amax(-1) for x in (before.double(), *changes)], -1)
-
-        return torch.compiler.disable(read, reason="calls the module again")
+    @torch.compiler.disable(reason="calls the module again")
+    def _read(self, name: str, call: RecordedCall, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        before = tensor_of(output, self._rows.shape[1])
+        if self._busy or name in self._found or before is None:
+            return
+        self._busy = True
+        try:
+            others = [tensor_of(call.repeat_with_change(row), before.shape[1]) for row in self._rows]
+        finally:
+            self._busy = False
+        changes = [(x - before).double() for x in others if x is not None]
+        self._found[name] = torch.stack([x.abs().flatten(2).amax(-1) for x in (before.double(), *changes)], -1)
 
 
 class RecordedCall:
@@ -164,17 +163,8 @@ class LayerMasks:
         """
         start, stop = max(self.data.documents, key=lambda x: x[1] - x[0])
         middle, last = (start + stop) // 2, self.data.documents[-1][0]
-        found = {
-            max(0, start - 1),
-            start,
-            middle,
-            min(middle + 1, stop - 1),
-            (middle + stop) // 2,
-            stop - 1,
-            last,
-            max(0, last - 1),
-        }
-        return sorted(found)
+        inside = start, middle, min(middle + 1, stop - 1), (middle + stop) // 2, stop - 1
+        return sorted({max(0, start - 1), *inside, max(0, last - 1), last})
 
     def check(self, at_cp1: Callable[[bool], Tensors], at_cpn: Callable[[bool], Tensors]) -> Check:
         """Return the verdict from the results of `ReachReader` in the dtype under test or, for True, in fp64."""

@@ -158,7 +158,7 @@ class _Observer(_SessionCallback):
         self.seen.inputs = whole_inputs(batch, self.group, self.session.data.seqlen, self.training.layout)
         self.order = gradient_order(module)
         length = self.session.data.seqlen // self.strategy.cp_size
-        self.capture = Capture(module, length, keep_gradient=True).__enter__()
+        self.capture = Capture(module, length).__enter__()
         self.states = generator_states(self.session.data.input_ids.device)
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:

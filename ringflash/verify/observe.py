@@ -151,7 +151,7 @@ def observe(training: Training, group: dist.ProcessGroup | None, data: Data) -> 
     seen.inputs = whole_inputs(batch, group, data.seqlen, training.layout)
     seen.eval_losses = {"eval loss": evaluate(training, group, batch)}
     module.train()  # after the evaluation, because FSDP2 keeps a root's parameters unsharded until a backward
-    with Capture(module, length, keep_gradient=True) as capture:
+    with Capture(module, length) as capture:
         states = generator_states(data.input_ids.device)
         loss = module(**batch)
         check_not_random(states)

@@ -22,7 +22,6 @@ class ForwardReader(Protocol):
 
     def close(self) -> Tensors:
         """Remove the hooks and return whole tensors by name."""
-        ...
 
 
 MakeReader = Callable[[nn.Module, dist.ProcessGroup | None, Data, str], ForwardReader]  # the str is the layout

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.comm.comparison import gather_values
 from ringflash.sequence.layout import chunks_of_rank
@@ -81,13 +82,13 @@ class Session:
         report = Report(self.group.size(), described.replace("torch.", ""))
         got, error = self._try_ring()
         if got is None or error:
-            self._runs(Observation())  # raises if cp=1 fails as well
+            self._run_cp1(lambda: self._with_cp1(Observation()))  # raises if cp=1 fails as well
             report.checks = [Check("cp=N run", None, [error])]
             report.first = f"cp={report.cp_size} does not run: {error}"
             report.hint = "cp=1 runs; the message says what a ring needs."
             return report
-        runs = self._runs(got)
-        report.checks = self._shared(lambda: compare(runs) + (check_beside_exact(runs) if self.in_fp8 else []))
+        runs = self._run_cp1(lambda: self._with_cp1(got))  # None on other ranks than the first
+        report.checks = self._on_first(lambda: compare(runs) + (check_beside_exact(runs) if self.in_fp8 else []))
         runs = self._with_more_baselines(report, runs)
         report.checks += [self._mask_check(), self._layer_mask_check()]
         report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
@@ -140,10 +141,6 @@ class Session:
             raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
 
-    def _runs(self, got: Observation) -> Any:
-        """Return all runs on rank 0, None on other ranks."""
-        return self._run_cp1(lambda: self._with_cp1(got))
-
     def _with_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
         want = self.observe(ring=False, wide=True, weights=baseline.weights)
@@ -156,7 +153,7 @@ class Session:
             if self.in_fp8 or not may_be_rounding(report.checks, torch.finfo(self.settings.dtype).eps):
                 break
             runs = self._run_cp1(partial(self._with_another_baseline, runs, seed))
-            report.checks = self._shared(partial(compare, runs))
+            report.checks = self._on_first(partial(compare, runs))
         return runs
 
     def _with_another_baseline(self, runs: Runs, seed: int) -> Runs:
@@ -167,12 +164,10 @@ class Session:
 
     def _run_cp1(self, make: Callable[[], Any], *, share: bool = False) -> Any:
         """Call `make`, which runs at cp=1, and return its result where it runs, or, if `share`, on all ranks."""
-        if self.cp1_on_all_ranks:
-            return make()
-        return self._shared(make) if share else self._on_first(make)
+        return make() if self.cp1_on_all_ranks else self._on_first(make, share=share)
 
-    def _on_first(self, make: Callable[[], Any]) -> Any:
-        """Call `make` on rank 0 and return its result there, None on other ranks; an error is raised on all ranks."""
+    def _on_first(self, make: Callable[[], Any], *, share: bool = True) -> Any:
+        """Call `make` on rank 0 and return its result there, or, if `share`, on all ranks; all raise its error."""
         made, error = None, ""
         if self.is_first:
             try:
@@ -182,11 +177,7 @@ class Session:
         error = self._broadcast(error)
         if error:
             raise RuntimeError(f"the model must run at cp=1, got {error}; docs/verify.md says what is called.")
-        return made
-
-    def _shared(self, make: Callable[[], Any]) -> Any:
-        """Call `make` on rank 0 and return its result on all ranks."""
-        return self._broadcast(self._on_first(make))
+        return self._broadcast(made) if share else made
 
     def _broadcast(self, value: T) -> T:
         box = [value]
@@ -215,7 +206,7 @@ class Session:
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
-    def _beyond(self, spans: dict[int, torch.Tensor], *, ring: bool) -> list[int]:
+    def _beyond(self, spans: dict[int, Tensor], *, ring: bool) -> list[int]:
         """Return the positions outside all spans that the changed tokens reach.
 
         If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
@@ -230,7 +221,7 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
-    def _spans(self) -> dict[int, torch.Tensor]:
+    def _spans(self) -> dict[int, Tensor]:
         """Return the positions to change, and which positions each may reach.
 
         With a causal mask: the last token of every document, which no other token sees, and the middle of the first
@@ -255,7 +246,7 @@ class Session:
             return
         probes = self._probe(check) if check.name == LAYERS and check.failed[0] != HIDDEN else []
         sharded = ShardedPositions(self.settings.seqlen, self.group.size(), self.layout)
-        report.first, report.hint = self._shared(lambda: explain(check, runs, probes, sharded))
+        report.first, report.hint = self._on_first(lambda: explain(check, runs, probes, sharded))
         if not self.in_fp8:
             report.hint = rounding_hint(report.checks, torch.finfo(self.settings.dtype).eps) or report.hint
 

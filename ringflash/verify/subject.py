@@ -43,7 +43,7 @@ def default_prepare(input_ids: Tensor, *, cu_seqlens: Tensor | None, **options: 
 
 @dataclass
 class Training:
-    """A model and how to train it; the defaults are those of ringflash's docs.
+    """A model and how to train it, by default as ringflash's docs say.
 
     Args:
         module: `module(**batch)` returns the loss of this rank, scaled so that the average over the ranks is the loss
@@ -190,7 +190,7 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str) -> Fa
     if path.is_dir() and not has_weights and any(path.glob("*.bin")):
         raise ValueError(f"weights must be safetensors, got .bin files in {path}; save_pretrained writes safetensors.")
 
-    _config(path, num_layers)  # raises its errors now, before the ranks build the model
+    _config(path, num_layers)  # raises its errors before the ranks build the model
 
     def build(group: dist.ProcessGroup | None) -> Training:
         config = _config(path, num_layers)
@@ -199,13 +199,9 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str) -> Fa
         if has_weights:
             with _transformers_quiet(cut=num_layers is not None):
                 model, read = AutoModelForCausalLM.from_pretrained(
-                    path,
-                    config=config,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
+                    path, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True,
                     **options,
-                )
+                )  # fmt: skip
             if num_layers is not None and read["missing_keys"]:
                 warnings.warn(f"{path} lacks {sorted(read['missing_keys'])}, which were drawn", stacklevel=2)
         else:

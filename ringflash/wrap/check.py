@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,6 @@ class _Losses:
     """Comparison of the losses of runs.
 
     Args:
-        name, remedy: words of the error.
         shares: what the mean over the ranks may be, as a share of the loss of the whole sequence; 1 / cp_size is that
             of a run that multiplies its loss by cp_size itself, which it does on the whole sequence as well.
     """
@@ -109,7 +109,7 @@ class _Losses:
     shares: tuple[float, ...]
 
     def compare(self, losses: list[float | None], whole: float | None, bound: float, group: Group) -> None:
-        """Raise ValueError on every rank for another loss; the shares that fit are those of later runs."""
+        """Raise ValueError on every rank for another loss; later runs must have one of the shares that fit now."""
         found, error = [x for x in losses if x is not None], None
         if whole is None or len(found) < len(losses):
             return
@@ -133,7 +133,6 @@ class _Trace:
         random_after: an earlier run of the same kind. After its last attention call, and from outermost modules, layers
             return random numbers.
         draw: index of the random numbers.
-        calls: attention calls.
         tensors: this rank's shard of each tensor, by name, kind and number, in the order of the run.
         results: outputs of the run on the whole sequence that are as large on the ring.
         lengths: (batch, seqlen) of the tokens that attention was given.
@@ -185,14 +184,14 @@ class _Trace:
         options = self.state.options
         return shard_sequence(x, options.group, 1, options.layout, ring.calls[0].cu_seqlens if ring.calls else None)
 
-    def enter(self, name: str, args: Any, kwargs: Any) -> None:
-        """Note what a module is given."""
+    def enter(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note what a module is given; a forward pre-hook."""
         self.num_running += 1
         if self.random_after is None:
             self.note(name, "inputs", (args, kwargs))
 
-    def leave(self, name: str, output: Any) -> Any:
-        """Note what an outermost module returns, or return random numbers for it."""
+    def leave(self, name: str, layer: nn.Module, args: Any, output: Any) -> Any:
+        """Note what an outermost module returns, or return random numbers for it; a forward hook."""
         self.num_running -= 1
         before = self.random_after
         if before is None:
@@ -238,7 +237,7 @@ def _trace(module: nn.Module, run: Callable[[Group], Any], group: Group, trace: 
     """Trace one run, which leaves the module unchanged."""
     state, handles = trace.state, []
     for name, layer in module.named_modules():
-        enter, leave = _hooks(name or state.root, trace)
+        enter, leave = (partial(hook, name or state.root) for hook in (trace.enter, trace.leave))
         handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(layer.register_forward_hook(leave))
     state.trace, state.watch = trace.calls, trace.note
@@ -256,22 +255,12 @@ def _trace(module: nn.Module, run: Callable[[Group], Any], group: Group, trace: 
         trace.note("run", "outputs", result)
 
 
-def _hooks(name: str, trace: _Trace) -> tuple[Callable[..., None], Callable[..., Any]]:
-    def enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
-        trace.enter(name, args, kwargs)
-
-    def leave(layer: nn.Module, args: Any, output: Any) -> Any:
-        return trace.leave(name, output)
-
-    return enter, leave
-
-
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Restore train/eval modes, buffers, and counters or collections in attributes (metrics, say) on exit."""
+    """Restore train/eval modes, buffers, and counters or collections in attributes (such as metrics) on exit."""
     holders: list[dict[str, Any]] = [x for layer in module.modules() for x in (vars(layer), layer._buffers)]
-    before = [(holder, name, value, _copy(value)) for holder in holders for name, value in holder.items()
-              if _is_state(name, value)]  # fmt: skip
+    states = [(holder, *item) for holder in holders for item in holder.items() if _is_state(*item)]
+    before = [(*x, x[2].detach().clone() if isinstance(x[2], Tensor) else copy(x[2])) for x in states]
     try:
         yield
     finally:
@@ -285,10 +274,6 @@ def _is_state(name: str, value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_inference()
     return value is None or isinstance(value, int | float) or (type(value) in (list, dict) and name[0] != "_")
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy(value)
 
 
 def _restore(value: Any, before: Any) -> Any:

@@ -190,8 +190,8 @@ class Interception(TorchFunctionMode):
         return out.transpose(1, 2)
 
     def _naming(self) -> AbstractContextManager[None]:
-        """Let ranks that leave out different layers find out at their next call."""
-        return in_layer(self.state.name_of(self.layer)) if is_eager() else nullcontext()
+        """Let ranks that leave out different layers, or run one in another mode, find out at their next call."""
+        return in_layer(self.state.name_of(self.layer), self.layer.training) if is_eager() else nullcontext()
 
     def _draw(self, func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Call a function that draws a number for each element; they then differ between ranks, as their tokens do."""

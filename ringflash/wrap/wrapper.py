@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ringflash import huggingface
 from ringflash.attention.api import RingAttention
@@ -25,6 +25,7 @@ from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
 from ringflash.comm.modules.gradients import FilledGradients
 from ringflash.comm.modules.parameters import EqualParameters, named_whole
+from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import NAME, ModelRing, inputs_of
 from ringflash.sequence.layout import find_cut, granularity
 from ringflash.wrap.interception import Interception, WrappedState
@@ -82,7 +83,7 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
-    module._ringflash_forwards = _TrainingForwards()  # type: ignore[assignment]
+    module._ringflash_forwards = _Forwards()  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_state, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -107,7 +108,7 @@ def wrapped_state(module: nn.Module) -> WrappedState:
 
 @contextmanager
 def disable_ring(module: nn.Module) -> Iterator[None]:
-    """Attend within this process, as the module did before wrapping: to a prompt, say, of which no rank has a shard.
+    """Attend within this process, as the module did before wrapping, for example to a prompt that is not sharded.
 
     Each rank then gives the module whole sequences and their positions, counted from 0. Compiled layers run eagerly.
     Parameters that FSDP2 or ZeRO-3 shards are gathered in every forward, so that all ranks must make the same calls.
@@ -173,11 +174,7 @@ def in_step(module: nn.Module | None) -> Iterator[None]:
 
 
 def check_norms(module: nn.Module) -> None:
-    """Check that no layer normalises tokens by statistics of the rank's own tokens.
-
-    Raises:
-        NotImplementedError: a batch norm, by its name.
-    """
+    """Raise NotImplementedError for a layer that normalises tokens by statistics of the rank's own tokens."""
     for name, layer in module.named_modules():
         _refuse(name or type(module).__name__, layer, _NORMS)
 
@@ -236,6 +233,9 @@ def _switch(name: str, model: Any, options: ModelRing) -> None:
             model, options.group, layout=options.layout, impl=options.impl, transport=options.transport,
             deterministic=options.deterministic,
         )  # fmt: skip
+        for layer in model.modules():
+            if (inputs := inputs_of(layer)) is not None:
+                inputs.is_wrapped = True
     except (ValueError, NotImplementedError) as error:
         raise NotImplementedError(f"{name} must take attn_implementation={NAME!r}, got: {error}") from error
 
@@ -248,18 +248,18 @@ def _may_call_attention(layer: nn.Module) -> bool:
 @functools.cache
 def _intercepted_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose entry methods run inside an interception. FSDP2 changes a module's class the same way."""
-    entries = {name: _intercepted(name, getattr(cls, name)) for name in ENTRIES if hasattr(cls, name)}
+    entries = {name: _intercepted(cls, name) for name in ENTRIES if hasattr(cls, name)}
     return type(cls.__name__, (cls,), {**entries, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _is_training(module: nn.Module) -> bool:
-    """Return True in an eager forward that will have a backward; transforms of torch.func are refused by the ring."""
+def _is_on_ring(state: WrappedState) -> bool:
+    """Return True in an eager forward of all ranks; transforms of torch.func are refused by the ring."""
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return module.training and torch.is_grad_enabled() and not traced
+    return not (traced or state.whole or is_generating())
 
 
-class _TrainingForwards:
-    """Comparisons between the ranks of a ring of what a module's training forwards use and change."""
+class _Forwards:
+    """Comparisons between the ranks of a ring of what a module's forwards use, and those with gradients change."""
 
     def __init__(self) -> None:
         self._aligned = False  # FSDP2's units
@@ -267,35 +267,38 @@ class _TrainingForwards:
 
     def begin(self, module: nn.Module, options: ModelRing, given: tuple[Any, ...]) -> None:
         """Compare the parameters and sequences of a forward, and note the buffers."""
-        if not self._aligned:
+        if torch.is_grad_enabled() and not self._aligned:
             self._aligned = True
             align_during_forward(module)
         cuts = functools.partial(_find_cuts, given)
         self._parameters.compare(named_whole(module), options.group, cuts, options.layout)
-        self._buffers.begin(module)
+        if torch.is_grad_enabled():
+            self._buffers.begin(module)
 
     def end(self, module: nn.Module, group: dist.ProcessGroup | None, result: object) -> None:
         """Compare the buffers that a forward has changed, and its gradients at the end of the backward."""
-        self._buffers.end(module, group)
-        self._gradients.begin(module, group, result)
+        if torch.is_grad_enabled():
+            self._buffers.end(module, group)
+            self._gradients.begin(module, group, result)
 
 
 def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
-    """Return how the shards among the arguments of a forward were cut, as far as it is known."""
-    found = (find_cut(x) for x in given if isinstance(x, torch.Tensor))
+    """Return the cuts of those arguments of a forward that are known to be shards."""
+    found = (find_cut(x) for x in given if isinstance(x, Tensor))
     return [cut for cut in found if cut is not None]
 
 
-def _intercepted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
+def _intercepted(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return a method that runs that of a class, as it is at the call, inside an interception."""
+
+    @functools.wraps(getattr(cls, name))
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         state: WrappedState = self._ringflash_state
-        compared = name == "forward" and self._ringflash_is_root and _is_training(self)  # steps: by the strategy
-        compared = compared and not state.whole  # a rank may be off the ring by itself
+        compared = name == "forward" and self._ringflash_is_root and _is_on_ring(state)  # steps: by the strategy
         if compared:
             self._ringflash_forwards.begin(self, state.options, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
-            result = method(self, *args, **kwargs)
+            result = getattr(cls, name)(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
         if compared:

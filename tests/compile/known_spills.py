@@ -21,7 +21,6 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd96 bfloat16 ends window in parts": 4,
         "backward_keys hd96 bfloat16 ends down": 1,
         "backward_keys hd128 bfloat16 ends down": 1,
-        "backward_keys hd128 bfloat16 ends window": 1,
         "backward_keys hd128 bfloat16 ends deterministic": 1,
         "backward_keys hd128 float16 band": 4,
         # The first of two consumers; without them at 64 keys a block, which is a tenth slower.

@@ -144,7 +144,7 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
     with mock.patch.object(backward, "_SHORT_MASKED", 1.0):  # its blocks are all masked
         _backward(recorder, head_dim, "ends down")
     if head_dim <= 128:
-        patches = {"_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
+        patches = {"_PART_BLOCKS": 1, "_EARLY_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
         with mock.patch.multiple(backward, **patches):
             _backward(recorder, head_dim, "ends window", accumulate=False, parts=True)
     _backward(recorder, head_dim, "band", accumulate=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,7 @@ def test_hooks_of_a_device_map_are_no_own_forward(ctx: Context) -> None:
     model, ids = models.build("llama", "sdpa"), models.tokens(2)
     want = trainer.loss_in_fp64(model(ids).logits, ids, 61)
     add_hook_to_module(model, ModelHook())
+    add_hook_to_module(model.lm_head, ModelHook())
     put_on_ring(model, ctx.group)
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, want, rtol=1e-12, atol=0)
 
@@ -191,6 +193,19 @@ class RoundingTrainer:
         return 419 // self.get_tp_size()
 
 
+def test_operations_of_a_batch_are_counted_once() -> None:
+    """Trainer adds those of every rank, and the tokens of every rank."""
+    trainer_: Any = RoundingTrainer()
+    trainer_.state = SimpleNamespace(num_input_tokens_seen=7)
+    assert registration.floating_point_ops(lambda *_: 400, trainer_, {}) == 100
+
+    def count(self: Any, _: object) -> None:
+        self.state.num_input_tokens_seen += 4 * 21
+
+    registration._track_num_input_tokens(count, trainer_, {})
+    assert trainer_.state.num_input_tokens_seen == 7 + 21
+
+
 def test_labels_of_a_ring_are_not_rounded() -> None:
     """If tokens are not averaged across devices, Trainer divided 419 labels by four and the ring multiplied by it."""
     trainer_ = RoundingTrainer()
@@ -216,8 +231,8 @@ def test_a_step_without_labels_changes_nothing(ctx: Context) -> None:
     ring, whole = (models.build("llama", "sdpa") for _ in range(2))
     put_on_ring(ring, ctx.group)
     ids = models.tokens(2)
-    for model in (ring, whole):
-        loss = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=torch.tensor(0)).loss
+    for model, count in product((ring, whole), (torch.tensor(0), None)):
+        loss = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=count).loss
         loss.backward()
         assert loss.isnan() and not any(p.grad.any() for p in model.parameters())
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 from ringflash import huggingface, shard_sequence, wrap_attention
 from tests.distributed.test_huggingface import build, compare, tokens
@@ -24,6 +27,7 @@ from tests.helpers.pool import Context, on_ranks
 pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForTokenClassification
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 
 def second_model(model: Any) -> nn.Module:
@@ -218,13 +222,28 @@ def _edit(name: str, value: object) -> Callable[[Any], None]:
     return lambda model: setattr(model.config, name, value)
 
 
-EDITS: dict[str, tuple[str, Callable[[Any], None], str]] = {
+def _halve(*given: Any) -> Any:
+    """A forward, its hook, or a loss."""
+    return given[-1] / 2
+
+
+EDITS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "window": ("gpt_oss", _edit("sliding_window", 4), "what the configuration says of the layer (4), got 9"),
     "layer types": ("mistral", _edit("layer_types", ["full_attention"] * 2), "says of the layer (None), got 9"),
     "softcap": ("gemma2", _edit("final_logit_softcapping", 30.0), "must be those of lm_head times a number"),
     "scale": ("granite", _edit("logits_scaling", 4.0), "scale of the logits must stay 1, got 0.25"),
     "routers": ("llama", _edit("output_router_logits", True), "output_router_logits must be"),
     "kinds": ("llama", _edit("layer_types", ["linear_attention"] * 2), "layer_types must be"),
+    "head": ("llama", lambda m: m.lm_head.register_forward_hook(_halve), "Linear with a forward hook, tests.distri"),
+    "prune": ("llama", lambda m: l1_unstructured(m.lm_head, "weight", 0.5), "Linear with a forward hook, torch.nn"),
+    "head_forward": ("llama", lambda m: setattr(m.lm_head, "forward", _halve), "Linear with a forward of its own"),
+    "hook": (
+        "llama",
+        lambda m: m.register_forward_hook(_halve),
+        "LlamaForCausalLM must have no forward or",
+    ),
+    "forward": ("llama", lambda m: setattr(m, "forward", _halve), "got a forward that was set on the object, which"),
+    "loss": ("llama", lambda m: setattr(m, "loss_function", _halve), "loss_function must be transformers' own of"),
 }
 
 
@@ -243,6 +262,36 @@ def test_configuration_edited_later_is_refused(ctx: Context, edit: str, ranks: t
         model(**batch)
 
 
+def _attend_alone(layer: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    """A patched forward of an attention layer, which calls torch's attention itself."""
+    heads = (hidden_states.shape[0], hidden_states.shape[1], -1, layer.head_dim)
+    q, k, v = (f(hidden_states).view(heads).transpose(1, 2) for f in (layer.q_proj, layer.k_proj, layer.v_proj))
+    out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+@pytest.mark.parametrize(
+    "how, found", [("object", "1 (1 in all)"), ("class", "0 (2 in all)"), ("within", "1 (1 in all)")]
+)
+@on_ranks(2)
+def test_attention_off_the_ring_is_refused(ctx: Context, how: str, found: str) -> None:
+    """A layer's forward is patched, or the layer is inside one of another class, that attends by itself."""
+    model = build("llama", ctx.group)
+    batch = huggingface.prepare_batch(tokens(), group=ctx.group)
+    layer = model.model.model.layers[1]
+    if how == "object":
+        layer.self_attn.forward = partial(_attend_alone, layer.self_attn)
+    elif how == "within":
+        own = type("Own", (nn.ModuleList,), {"forward": lambda inner, **given: _attend_alone(inner[0], **given)})
+        layer.self_attn = own([layer.self_attn])
+    with mock.patch.object(LlamaAttention, "forward", _attend_alone) if how == "class" else nullcontext():
+        with pytest.raises(NotImplementedError, match=re.escape(f"got none from LlamaAttention {found}, so")):
+            model(**batch)
+        if how == "class":
+            wrapped = wrap_attention(models.build(), ctx.group)
+            wrapped(**{name: batch[name] for name in ("input_ids", "position_ids", "use_cache")})
+
+
 def _step_alone(model: Any, batch: dict[str, Any]) -> None:
     """Train on the gradient of this rank's shard."""
     model(**batch).backward()
@@ -258,7 +307,7 @@ def _step_alone(model: Any, batch: dict[str, Any]) -> None:
 )  # fmt: skip
 @on_ranks(2)
 def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str) -> None:
-    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare; copies do, too."""
+    """Initial values or gradients differ. Forwards 1, 2, 4, ... compare, as do evaluations; copies do, too."""
     ring = build("llama", ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
     for model in (deepcopy(ring), ring):
@@ -268,8 +317,10 @@ def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str
         elif ctx.rank:
             weight.data.mul_(1.01)
         call = model if spoil == "seeds" or model is ring else partial(model.model, labels=batch["shift_labels"])
-        with pytest.raises(ValueError, match=rf"parameters must be equal on all ranks .* values of {found}.*; seed"):
-            call(**batch)
+        for grad in (False, True):
+            text = rf"parameters must be equal on all ranks .* values of {found}.*; seed"
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=text):
+                call(**batch)
     for parameter in ring.parameters():
         parameter.allreduce = False  # as of experts of a rank
     for _ in range(4):

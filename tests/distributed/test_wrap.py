@@ -636,6 +636,43 @@ def test_shards_of_other_sequences_are_refused(ctx: Context) -> None:
 
 
 @on_ranks(2)
+def test_forward_patched_later_is_called(ctx: Context) -> None:
+    """The class of a layer is patched after the first module with such layers was wrapped."""
+    shard, positions = own.shard(ctx)
+    ring, whole = (own.build(own.Model, **MODELS["rotary"]) for _ in range(2))
+    ringflash.wrap_attention(ring, ctx.group)
+    ring(shard, positions)
+    cls = type(whole.blocks[0])
+    forward = cls.forward
+    with mock.patch.object(cls, "forward", lambda block, *given: forward(block, *given) / 2):
+        want = whole(own.tokens(), torch.arange(own.LENGTH))
+        later = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+        for module in (ring, later):
+            assert_close(module(shard, positions), ringflash.shard_sequence(want, ctx.group))
+
+
+@on_ranks(2)
+def test_evaluations_compare_ranks(ctx: Context) -> None:
+    """Sequences and parameters of evaluations; and in training a rank that has stayed in evaluation mode."""
+    model = ringflash.wrap_attention(own.build(own.Model, **MODELS["rotary"]), ctx.group)
+    right, positions = own.shard(ctx)
+    other = ringflash.shard_sequence(own.tokens().roll(ctx.rank, 1), ctx.group)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="sequences that shard_sequence cuts must be the same on all ranks"):
+            model(other, positions)
+        model.head.weight.add_(ctx.rank)
+        with pytest.raises(ValueError, match=r"parameters must be equal on all .* values of head\.weight \(1 of "):
+            model(right, positions)
+        model.head.weight.sub_(ctx.rank)
+        for _ in range(3):
+            model(right, positions)
+    model(right, positions).sum().backward()
+    model.train(ctx.rank == 0)
+    with pytest.raises(ValueError, match=r"got call \d+ \(forward of \S+\) .* in evaluation mode\) \(rank 1"):
+        model(right, positions)
+
+
+@on_ranks(2)
 def test_averages_compare_parameters(ctx: Context) -> None:
     """A layer that is not wrapped was seeded by the rank. What is meant to differ is divided only."""
     layer = nn.Linear(4, 4).double()

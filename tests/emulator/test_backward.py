@@ -13,6 +13,7 @@ from ringflash_kernels.api import collect, publish
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
+from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
@@ -40,7 +41,7 @@ def _gradients(
         fp32: what is stored, not added, is fp32 all the same, in strided views.
         whole_groups: a CTA walks all heads of a group although the launch is small.
         in_step: tiles begin where the others are although the queries are few.
-        only_dq: the result of dq lies in a larger tensor, and is known from the start.
+        only_dq: the result of dq is in a larger tensor, and is known from the start.
     """
     q, k, v, dout = inputs(mask, shape)
     dlse = torch.randn(shape.batch, shape.num_heads, mask.seqlen_q) if with_dlse else None
@@ -62,7 +63,8 @@ def _gradients(
     else:
         dk, dv = (torch.full(x.shape, torch.nan, dtype=x.dtype) for x in (k, v))
     run.clock.fill_(10)  # at two CTAs, in the middle of a round
-    run.add(k, v, mask, dk, dv, accumulate=accumulate)
+    with cuda_properties(3):  # of a two-sided mask each program takes several tiles
+        run.add(k, v, mask, dk, dv, accumulate=accumulate)
     if accumulate:
         dk, dv = dk - 0.5, dv - 0.5
     names = ("dq", "dk", "dv")

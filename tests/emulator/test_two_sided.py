@@ -164,7 +164,8 @@ def test_backward_walks_down(shape: Shape, whole_groups: bool) -> None:
 def _in_parts(emulator: Emulator) -> Emulator:
     """Let walks of more than two blocks be cut into parts of one, under any mask."""
     host = emulator.load("backward.host")
-    host._PART_BLOCKS, host._is_cut = 1, lambda *_: True
+    host._PART_BLOCKS = host._EARLY_PART_BLOCKS = 1
+    host._is_cut = lambda *_: True
     return emulator
 
 
@@ -255,6 +256,12 @@ _BACKWARD_FAULTS = {
         64,
         ("backward.problem", "first, number + 1)", "first, first)"),
     ),
+    "a tile is drawn twice": (64, (_KEYS, "draw(drawn_ptr) + gl", "draw(drawn_ptr) - 1 + gl")),
+    "K arrives before the last dQ": (64, (_KEYS, "sm.kv_empty.index(1), (round", "sm.kv_empty.index(0), (round")),
+    "dK is overwritten before it has left": (
+        128,
+        (_KEYS, "tma_store_wait(0)  # until dK and dV of the previous tile have been read", "pass"),
+    ),
     "dQ of a walk down goes to the wrong block": (128, (_KEYS, "first_head + g) + block * 64", "first_head + g)")),
     "a first key too early, wide": (192, (_WIDE_KEYS, "keys[:, None] >= begins", "keys[:, None] + 1 >= begins")),
     "a masked block runs unmasked, wide": (192, ("backward.problem", "block * 2 + masked)", "block * 2)")),
@@ -267,6 +274,6 @@ _BACKWARD_FAULTS = {
 def test_backward_faults_are_caught(head_dim: int, fault: tuple[str, str, str]) -> None:
     def check(mask: Mask, emulator: Emulator) -> None:
         emulator = _walking_down(emulator) if head_dim == 128 else emulator
-        assert_close(*_gradients(mask, Shape(head_dim), emulator=emulator))
+        assert_close(*_gradients(mask, Shape(head_dim), emulator=emulator, whole_groups=True, accumulate=False))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("deep, window", "block diffusion"))

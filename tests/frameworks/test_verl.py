@@ -22,7 +22,7 @@ def test_verl_equals_one_process(num_ranks: int) -> None:
 
 
 def test_verl_ring_after_the_engines_is_refused() -> None:
-    """They would keep verl's functions, beside attention that is ours."""
+    """They would keep verl's functions, with attention that is ours."""
     code = "import sys, verl; sys.modules['verl.workers.engine.fsdp'] = None; import verl_ring"
     with pytest.raises(AssertionError, match="verl_ring must be imported before verl's engines, got verl.workers"):
         run([sys.executable, "-c", code], PYTHONPATH=PATH)

@@ -15,6 +15,7 @@ from tests.two_sided import kernel_masks
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from ringflash_kernels.hopper.backward import host
 from ringflash_kernels.hopper.backward.host import HopperBackward
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +101,15 @@ class Case:
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_masks(head_dim, name, accumulate):
     case = Case(MASKS[name], head_dim)
+    case.check(case.run(accumulate))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_several_tiles_of_a_cta(head_dim, accumulate, monkeypatch):
+    """Three CTAs draw all tiles."""
+    monkeypatch.setattr(host, "count_sms", lambda device: 3)
+    case = Case(MASKS["deep, window"], head_dim)
     case.check(case.run(accumulate))
 
 

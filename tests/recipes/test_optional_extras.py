@@ -76,10 +76,14 @@ ALL_EXTRAS = "[huggingface,accelerate,trl,data,parquet,lightning,deepspeed,liger
 
 
 @pytest.mark.parametrize(
-    ("torch_version", "triton_version", "extras"), [("2.15.0", "3.9.0", ALL_EXTRAS), ("2.11.0", "3.6.0", "")]
+    ("torch_version", "triton_version", "extras"),
+    [pytest.param("2.15.0", "3.9.0", ALL_EXTRAS, marks=pytest.mark.nightly), ("2.11.0", "3.6.0", "")],
 )
 def test_pip_keeps_the_installed_torch(torch_version: str, triton_version: str, extras: str, tmp_path: Path) -> None:
-    """A dry run, in an environment that has both as far as pip sees. It asks the registry, if it can be reached."""
+    """A dry run, in an environment that has both as far as pip sees. It asks the registry, if it can be reached.
+
+    All extras are of some ninety packages, which the registry changes, and commits seldom: at night.
+    """
     venv.create(tmp_path / "venv", with_pip=False)
     (site,) = tmp_path.glob("venv/lib/python*/site-packages")
     for name, version, more in (

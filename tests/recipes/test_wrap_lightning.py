@@ -498,14 +498,17 @@ def logging_step(module: Any, batch: Any) -> torch.Tensor:
 
 @on_ranks(2)
 def test_logs(ctx: Context, run: Run) -> None:
-    """Values of a step's log that are not the sequence's are named once, by the first rank."""
-    module = varied(run.kind, training_step=lambda self, batch: logging_step(self, batch))
+    """Values of each kind of step's log that are not the sequence's are named once, by the first rank."""
+    steps = {name: lambda self, batch: logging_step(self, batch) for name in ("training_step", "validation_step")}
+    steps["test_step"] = lambda self, batch, batch_idx, dataloader_idx: logging_step(self, batch)
+    module = varied(run.kind, **steps)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(module, strategy=ContextParallelStrategy())
-    texts = [text for x in found if "that training_step logs should be those of" in (text := str(x.message))]
-    names = [re.findall(r"'([^']*)' \(the ", text) for text in texts]
-    assert names == ([["mean over the shard"]] if ctx.rank == 0 else [])
+        quiet_trainer(plugins=[DoublePrecision()], strategy=ContextParallelStrategy()).test(module, [loader()] * 2)
+    texts = [text for x in found if "logs should be those of" in (text := str(x.message))]
+    assert [text.split()[2] for text in texts] == ([*sorted(steps)[::-1]] if ctx.rank == 0 else [])
+    assert all(re.findall(r"'([^']*)' \(the ", text) == ["mean over the shard"] for text in texts)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ bottom right corner, a side of seqlen_k or more is open, and an open side become
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -110,9 +111,10 @@ class Ones(MergedBackward):
         super().__init__(*tensors, softmax_scale=softmax_scale)
         self.seen: list[FlashCall] = []
 
-    def gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, ...]:
+    def gradients(self, dout: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
+        *qkv, _, _, _, call = others
         self.seen.append(call)
-        return torch.ones_like(self.q[:, call.rows]), torch.ones_like(k), torch.ones_like(v)
+        return tuple(map(torch.ones_like, qkv))
 
 
 def test_merged_gradients_into_views() -> None:
@@ -139,14 +141,18 @@ def test_values_narrower_than_keys() -> None:
 
     def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
         assert v.shape == k.shape
-        return api.attention_forward(q, k, v, impl="reference", mask=mask)
+        out, lse = api.attention_forward(q[None], k[None], v[None], impl="reference", mask=mask)
+        return out[0], lse[0]
 
     class Gradients(MergedBackward):
-        def gradients(self, k: torch.Tensor, v: torch.Tensor, call: FlashCall) -> tuple[torch.Tensor, ...]:
-            assert v.shape == k.shape and self.out.shape == self.dout.shape == self.q.shape
-            return api.attention_backward(
-                self.dout, self.q, k, v, self.out, self.lse, impl="reference", mask=mask, softmax_scale=1.0
-            )
+        def gradients(
+            self, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+            lse: torch.Tensor, dlse: None, call: FlashCall,
+        ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+            assert v.shape == k.shape and out.shape == dout.shape == q.shape
+            dout, q, k, v, out, lse = (x[None] for x in (dout, q, k, v, out, lse))
+            found = api.attention_backward(dout, q, k, v, out, lse, impl="reference", mask=mask, softmax_scale=1.0)
+            return tuple(x[0] for x in found)
 
     merged_forward(flash, q, k, v, mask, 1.0, out=out, lse=lse, acc=None)
     assert out.shape == v.shape and torch.allclose(out, want, rtol=0, atol=1e-12) and torch.allclose(lse, want_lse)

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.device_time import (
-    IDLE,
     PRECEDENCE,
     Span,
     kind_of,
@@ -66,19 +65,6 @@ def test_optimizer_is_what_follows_the_mark() -> None:
     assert found == [
         Span("linear", 1, 5.5), Span("optimizer", 5, 6), Span("communication", 7, 8), Span("optimizer", 8, 9)
     ]  # fmt: skip
-
-
-def test_what_hides_behind_another_kind_is_not_counted() -> None:
-    """Communication from 2 to 10 is hidden by attention to 4 and by linear from 5 to 7; nothing runs from 10 to 12."""
-    spans = [
-        Span("communication", 2, 10), Span("attention", 0, 4), Span("linear", 5, 7), Span("linear", 3, 4.5),
-        Span("other", 12, 13),
-    ]  # fmt: skip
-    want = {"attention": 4.0, "linear": 2.5, "other": 1.0, "communication": 3.5, "optimizer": 0.0, "host copies": 0.0}
-    assert shared_out(spans) == want
-    parts = parts_of_step(spans, 20e-6)
-    assert parts.pop(IDLE) == pytest.approx(9e-6)
-    assert parts == pytest.approx({kind: us / 1e6 for kind, us in want.items()})
 
 
 spans = st.lists(

@@ -269,6 +269,13 @@ def test_lse_is_returned_only_on_request() -> None:
         assert lse.shape == (1, 4, 16) and lse.dtype == dtype
 
 
+def test_no_gradient_is_made_for_an_unused_output() -> None:
+    q, k, v = draw()
+    with mock.patch.object(operators, "_backward", side_effect=operators._backward) as backward:
+        torch.autograd.grad(ringflash.ring_attention(q, k, v, group=None).sum(), (q, k, v))
+    assert backward.call_args.args[2:] == (None, None, None)
+
+
 @pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16), ((0, 5, 9, 16), (-1, 0, 0, -1), (0, 1, 0, 0))])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: str) -> None:

@@ -28,8 +28,9 @@ from ringflash.attention import gather_by_heads, recorder, repeated_launch, sche
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
-from ringflash.comm import call_numbers, driver
+from ringflash.comm import call_numbers, driver, events
 from ringflash.comm.call_numbers import CallNumber
+from ringflash.comm.issue_in_c import compiled
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
@@ -224,7 +225,7 @@ class FakeDriver(driver.Driver):
         ]
         addresses = [ctypes.cast(function, ctypes.c_void_p).value for function in self.kept]
         self.functions = (ctypes.c_void_p * len(addresses))(*addresses)
-        self.issue = driver.compiled()
+        self.issue = compiled()
 
     def write(self, stream: int, address: int, word: int, flags: int) -> int:
         LOGS[-1].say("aten.fill_.Scalar", STREAMS[stream])
@@ -292,7 +293,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda copies, stream: [LOGS[-1].copy(stream.name, *each) for each in zip(*copies._arrays, strict=True)],
     )
     monkeypatch.setattr(step_lists, "new_event", lambda _: Event())
-    monkeypatch.setattr(driver, "new_event", lambda _: Event())
+    monkeypatch.setattr(events, "new_event", lambda _: Event())
     monkeypatch.setattr(call_numbers, "expect", expect)
     with cuda_properties(132):
         yield

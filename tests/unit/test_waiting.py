@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,42 +12,56 @@ from recipes.lightning import exposed_communication
 from recipes.lightning.exposed_communication import ExposedCommunication
 from ringflash.attention import ring_of_hops
 from ringflash.attention.schedule import build
+from ringflash.comm import wait_timer
 from ringflash.comm.wait_timer import measured, waiting
 from ringflash.sequence.mask import SequenceMask
 
 CPU = torch.device("cpu")
-PAUSE_S = 0.02
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with mock.patch.object(wait_timer, "time", clock):
+        yield clock
 
 
 class Slow:
     """An exchange whose K/V are late, over one hop."""
 
-    def __init__(self, k: torch.Tensor) -> None:
-        self.k = k
+    def __init__(self, k: torch.Tensor, clock: Clock) -> None:
+        self.k, self.clock = k, clock
 
     def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(PAUSE_S)
+        self.clock.now += 2.0
         return self.k, self.k
 
     def finish(self) -> None:
-        time.sleep(PAUSE_S)
+        self.clock.now += 3.0
 
 
-def test_a_ring_counts_what_it_waits_for() -> None:
+def test_a_ring_counts_what_it_waits_for(clock: Clock) -> None:
     q = torch.randn(1, 8, 2, 16)
     call = ring_of_hops.RingOfHops(
         build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
     )
-    with mock.patch.object(ring_of_hops, "HopExchange", lambda *_: Slow(q)), measured() as waits:
+    with mock.patch.object(ring_of_hops, "HopExchange", lambda *_: Slow(q, clock)), measured() as waits:
         call.forward(q, q, q)
-    assert waits.seconds() >= 2 * PAUSE_S
+    assert waits.seconds() == 5.0
 
 
-def test_nothing_is_counted_unasked() -> None:
+def test_nothing_is_counted_unasked(clock: Clock) -> None:
     with measured() as waits:
         pass
     with waiting(CPU):
-        time.sleep(PAUSE_S)
+        clock.now += 1.0
     assert waits.seconds() == 0
     with pytest.raises(RuntimeError, match="one context at a time"), measured(), measured():
         pass

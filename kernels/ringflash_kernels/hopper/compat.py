@@ -13,48 +13,13 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma as warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait as warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as TensorDescriptor
 from triton.language.core import _aggregate
-
-__all__ = [
-    "MANY_ADDRESSES",
-    "TensorDescriptor",
-    "aggregate",
-    "arrive_after",
-    "e4m3_of_bits",
-    "fence_async_shared",
-    "given",
-    "gl",
-    "gluon",
-    "largest_of_rows",
-    "maxima_of_rows",
-    "mbarrier",
-    "named_barrier",
-    "opaque",
-    "settled",
-    "pairs_in_e4m3",
-    "publish",
-    "reinterpret",
-    "scale_unless_one",
-    "seen_only",
-    "start_of",
-    "tma_load",
-    "tma_reduce_add",
-    "tma_store",
-    "tma_store_complete",
-    "tma_store_wait",
-    "unfused_product",
-    "wait_for",
-    "warpgroup_mma",
-    "warpgroup_mma_wait",
-]
 
 
 def aggregate(cls: type) -> Any:
@@ -136,6 +101,24 @@ def tma_store_complete(token):
     """Wait until this warp's TMA stores and reductions are in global memory, not only read as by `tma_store_wait`."""
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [token], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def draw(pointer):
+    """Add 1 to an int32 in global memory, by one warp, and return what it was.
+
+    With triton's own addition, which hands its result on through shared memory, ptxas spilled in the other warps.
+    """
+    asm: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane, found;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        mov.b32 found, 0;
+        @first atom.global.add.u32 found, [$1], 1;
+        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

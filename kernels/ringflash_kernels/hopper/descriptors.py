@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.hopper.compat import TensorDescriptor, gl
 
@@ -35,12 +36,12 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
     return block_layout((1, rows, 1, columns), dtype)
 
 
-def tile_descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tile_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of (rows, columns) of one batch and head; rows past the end read 0 and are not written."""
-    return Descriptor(x, *geometry(x.shape, x.stride(), (1, rows, 1, columns), x.dtype))
+    return block_descriptor(x, (1, rows, 1, columns))
 
 
-def block_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
     """Return a descriptor of blocks of x; elements past the end of x read 0 and are not written."""
     return Descriptor(x, *geometry(x.shape, x.stride(), block, x.dtype))
 
@@ -57,13 +58,13 @@ def geometry(
     return list(shape), [*strides[:-1], 1], list(block), block_layout(block, dtype)
 
 
-def cut(x: torch.Tensor | None, dim: int, bounds: tuple[int, int]) -> torch.Tensor | None:
+def cut(x: Tensor | None, dim: int, bounds: tuple[int, int]) -> Tensor | None:
     """Return x[start:stop] along `dim` as a view; x itself if that is all of it, since each view costs microseconds."""
     start, stop = bounds
     return x if x is None or stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
-def misaligned(x: torch.Tensor) -> str | None:
+def misaligned(x: Tensor) -> str | None:
     """Return the reason why TMA cannot address x, or None if it can."""
     problem = _misaligned_strides(x.shape, x.stride(), 16 // x.dtype.itemsize)
     if problem is None and x.data_ptr() % 16:

@@ -35,7 +35,7 @@ TRITON_RELEASES = {
         "2.15",
         "51 cases of every kernel, on an H100",
         "0.95 to 1.07, backward at 96 and 128 0.90 to 1.05; FP8 0.96 to 1.01",
-    ),
+    ),  # fmt: skip
 }
 _OLDEST, _NEWEST = list(TRITON_RELEASES)[0], list(TRITON_RELEASES)[-1]
 
@@ -44,8 +44,9 @@ _OLDEST, _NEWEST = list(TRITON_RELEASES)[0], list(TRITON_RELEASES)[-1]
 def check_environment() -> None:
     """Raise RuntimeError unless triton was tested with the kernels, or may be tried, and has the compiler it needs."""
     release = triton_release()
-    if release not in TRITON_RELEASES and not _may_try(release):
-        newer = release is not None and _parts(release) > _parts(_NEWEST)
+    newer = release is not None and _parts(release) > _parts(_NEWEST)
+    may_try = newer and release == os.environ.get(UNTESTED)
+    if release not in TRITON_RELEASES and not may_try:
         trial = f" set {UNTESTED}={release} to try this one," if newer else ""
         raise RuntimeError(
             f"triton must be a release that the kernels were tested with ({_OLDEST} to {_NEWEST}) for impl='hopper', "
@@ -61,12 +62,6 @@ def triton_release() -> str | None:
         return ".".join(version("triton").split(".")[:2])
     except PackageNotFoundError:
         return None
-
-
-def _may_try(release: str | None) -> bool:
-    """Return True for a release that is newer than those tested and that the user asks for by name."""
-    asked = os.environ.get(UNTESTED)
-    return release is not None and release == asked and _parts(release) > _parts(_NEWEST)
 
 
 def _parts(release: str) -> tuple[int, ...]:

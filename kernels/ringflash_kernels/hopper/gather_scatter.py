@@ -4,9 +4,9 @@ other ranks pull; `collect` sums and casts the dK and dV that other ranks comput
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ringflash_kernels.hopper.launcher import Launcher
 
@@ -39,14 +39,7 @@ def _publish(
     tl.store(area_at + HEAD_DIM, tl.load(v_at, mask=value_inside), mask=value_inside)
 
 
-def publish(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    area: torch.Tensor,
-    head_offsets: torch.Tensor,
-    row_map: torch.Tensor,
-    area_rows: int,
-) -> None:
+def publish(k: Tensor, v: Tensor, area: Tensor, head_offsets: Tensor, row_map: Tensor, area_rows: int) -> None:
     """See `api.publish`; k and v must have unit last stride."""
     (batch, rows, heads, head_dim), value_dim = k.shape, v.shape[3]
     num_blocks = -(-rows // PUBLISHED_ROWS)
@@ -98,7 +91,7 @@ def _collect(
 _PUBLISH, _COLLECT = (Launcher(kernel, specialised=True) for kernel in (_publish, _collect))
 
 
-def collect(own: torch.Tensor, others: torch.Tensor, sources: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
+def collect(own: Tensor, others: Tensor, sources: Tensor, dk: Tensor, dv: Tensor) -> None:
     """See `api.collect`; own (last two dimensions) and others must be contiguous, dk and dv have unit last stride."""
     (batch, rows, heads, head_dim), value_dim = dk.shape, dv.shape[3]
     num_blocks = -(-rows // SUMMED_ROWS)

@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.hopper.environment import check_environment
-from ringflash_kernels.mask import Mask
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can.
 
     Raises:
@@ -33,22 +33,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    softmax_scale: float,
-    *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
-    num_sms: int | None = None,
-) -> None:
+def forward(*args: Any, **state: Any) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use; default all."""
     from ringflash_kernels.hopper.forward import host
 
-    host.forward(q, k, v, mask, softmax_scale, out=out, lse=lse, acc=acc, num_sms=num_sms)
+    host.forward(*args, **state)
 
 
 def begin_backward(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +54,7 @@ def publish(*args: Any) -> None:
     gather_scatter.publish(*args)
 
 
-def collect(*args: torch.Tensor) -> None:
+def collect(*args: Tensor) -> None:
     """See `api.collect`."""
     from ringflash_kernels.hopper import gather_scatter
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 from triton.knobs import runtime
 from triton.runtime import driver
 
@@ -81,7 +81,7 @@ class Launcher:
                 a descriptor.
         """
         first = args[0]
-        device = (first if isinstance(first, torch.Tensor) else first.base).device.index
+        device = (first if isinstance(first, Tensor) else first.base).device.index
         key = (device, variant, _forms(args) if self._specialised else _are_wide(args))
         known = self._compiled.get(key)
         if known is not None:
@@ -117,7 +117,7 @@ def _forms(args: tuple[Any, ...]) -> tuple[Hashable, ...]:
             (x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31)
             if type(x) is int
             else (x.dtype, x.data_ptr() % 16 == 0)
-            if isinstance(x, torch.Tensor)
+            if isinstance(x, Tensor)
             else type(x)
             for x in args
         ]

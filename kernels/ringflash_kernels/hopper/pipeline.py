@@ -504,19 +504,9 @@ def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.cons
 
 @gluon.jit
 def store_part(
-    acc,
-    o_desc,
-    acc_desc,
-    shared,
-    barriers,
-    tile,
-    row,
-    loads,
-    old_weight,
-    W: gl.constexpr,
-    PART: gl.constexpr,
-    V: gl.constexpr,
-):
+    acc, o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight,
+    W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
     """Merge part of the earlier output into this one and store it. Returns the number of state loads so far."""
     BM: gl.constexpr = V.tiles.block_m
     column: gl.constexpr = PART * V.tiles.value_parts[0]
@@ -626,15 +616,8 @@ def make_barriers(V: gl.constexpr):
         v_full = barrier_ring(STAGES, 1)
         v_empty = barrier_ring(STAGES, WARPGROUPS)
     barriers = Barriers(
-        q_full,
-        barrier_ring(WARPGROUPS, 1),
-        k_full,
-        k_empty,
-        v_full,
-        v_empty,
-        acc_full,
-        barrier_ring(2, 1),
-        barrier_ring(2, WARPGROUPS),
-    )
+        q_full, barrier_ring(WARPGROUPS, 1), k_full, k_empty, v_full, v_empty, acc_full,
+        barrier_ring(2, 1), barrier_ring(2, WARPGROUPS),
+    )  # fmt: skip
     fence_async_shared()
     return barriers

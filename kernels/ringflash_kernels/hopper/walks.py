@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ringflash_kernels.mask import Mask, upload
 
@@ -35,14 +36,14 @@ class Walks(NamedTuple):
     summed: rows of the tiles whose walks are cut into parts, ascending, or None if there are none.
     """
 
-    tiles: torch.Tensor
-    stretches: torch.Tensor
+    tiles: Tensor
+    stretches: Tensor
     blocks: int
     masked: int
     longest: int
     mean: int
     of_long: int
-    summed: torch.Tensor | None = None
+    summed: Tensor | None = None
 
 
 def walks(
@@ -102,9 +103,9 @@ class Limits(NamedTuple):
     Rows are counted from the first of a launch; both sides are padded to whole tiles.
     """
 
-    ends: torch.Tensor
-    start: torch.Tensor
-    stop: torch.Tensor
+    ends: Tensor
+    start: Tensor
+    stop: Tensor
 
 
 def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Limits:
@@ -131,11 +132,11 @@ def has_begins(mask: Mask) -> bool:
     return mask.cached("has begins", make)
 
 
-def _longest_first(blocks: torch.Tensor) -> torch.Tensor:
+def _longest_first(blocks: Tensor) -> Tensor:
     return torch.argsort(blocks, descending=True, stable=True)
 
 
-def _near_together(tiles: torch.Tensor, stretches: torch.Tensor, shared: int) -> torch.Tensor:
+def _near_together(tiles: Tensor, stretches: Tensor, shared: int) -> Tensor:
     """Return an order of tiles: as they are, but the tree with the longest tile first.
 
     So tiles that run at the same time read the same rows from L2, and no long tile is started last.
@@ -153,9 +154,7 @@ def _near_together(tiles: torch.Tensor, stretches: torch.Tensor, shared: int) ->
     return _longest_first(longest[tree])
 
 
-def _in_parts(
-    tiles: torch.Tensor, stretches: torch.Tensor, most: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _in_parts(tiles: Tensor, stretches: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut long walks into equal parts of at most `most` blocks, and say which tiles they are of."""
     number, _, _, blocks = tiles.long().unbind(1)
     begin, end, masked, _ = stretches.unbind(1)
@@ -176,7 +175,7 @@ def _in_parts(
     return torch.stack([number[walk], first, *sizes], 1).int(), stretches.contiguous(), number[counts > 1]
 
 
-def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_previous(tiles: Tensor, stretches: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
     """Cut stretches so that all blocks of each have one previous tile, which is its last column."""
     last = np.full(num_blocks, -1, dtype=np.int32)
     new_tiles, new_stretches = tiles.numpy().copy(), []
@@ -190,7 +189,7 @@ def _with_previous(tiles: torch.Tensor, stretches: torch.Tensor, num_blocks: int
     return torch.from_numpy(new_tiles), torch.tensor(new_stretches, dtype=torch.int32, device="cpu")
 
 
-def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[Tensor, Tensor]:
     num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-mask.seqlen_k // block) + 1
     q_start, q_stop, k_start, k_stop, lower, upper = torch.from_numpy(mask.table).unbind(1)
     # One piece for each region and tile that share rows.
@@ -238,9 +237,7 @@ def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) ->
     return tiles, stretches.contiguous()
 
 
-def _new_shifted_walks(
-    mask: Mask, rows: tuple[int, int], tile_rows: int, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_shifted_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[Tensor, Tensor]:
     """Return walks over blocks that begin at multiples of their size, or with the first column of their run.
 
     A run has gaps of less than a block, so that the blocks of two runs have no visible column in common.
@@ -254,13 +251,13 @@ def _new_shifted_walks(
     run, is_last = is_first.cumsum(0) - 1, is_first.roll(-1)
     first, stop, tile = begin[is_first], end[is_last], tile[is_first]
 
-    def cut(start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def cut(start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the blocks of each run, from `start` on; and the run, first block and end of pieces that are full."""
         low, high = -(-(begin - start[run]) // block), (end - start[run]) // block
         kept = full & (low < high)
         return -(-(stop - start) // block), run[kept], low[kept], high[kept]
 
-    def cost(start: torch.Tensor) -> torch.Tensor:
+    def cost(start: Tensor) -> Tensor:
         blocks, of, low, high = cut(start)
         return (1 + _MASKED_COST) * blocks - _MASKED_COST * torch.zeros_like(blocks).index_add_(0, of, high - low)
 

@@ -44,7 +44,8 @@ class ChangedBuffers:
         now = dict(persistent_buffers(module))
         if any(cuda_graphs.capturing(x.device) for x in now.values()):
             return
-        changed = sorted(name for name, x in now.items() if name not in before or _differ(before[name], x))
+        same = {name for name, (x, version) in before.items() if now.get(name) is x and x._version == version}
+        changed = sorted(now.keys() - same)
         sums = {name: checksum(now[name]) for name in changed}
         if len(set(gather(resolved, zlib.crc32(str(sums).encode())))) == 1:
             return
@@ -68,7 +69,3 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, x in layer._buffers.items():
             if x is not None and name not in layer._non_persistent_buffers_set and not x.is_meta:
                 yield f"{prefix}.{name}" if prefix else name, x
-
-
-def _differ(before: tuple[Tensor, int], now: Tensor) -> bool:
-    return before[0] is not now or before[1] != now._version

@@ -52,9 +52,9 @@ def align_units(module: nn.Module, group: Group) -> None:
 
 @torch.compiler.disable(reason="it looks at FSDP2's state")
 def align_during_forward(module: nn.Module) -> None:
-    """Align the units in and around a module, which is in a forward; those that are aligned already stay so.
+    """Align the units in and around a module, which is in a forward, unless they are aligned already.
 
-    The group is that of the units' mesh, unless it has two dims and not all ranks, for which there is no single group.
+    The group has the ranks of the units' mesh. A mesh of two dims without all ranks has no such group: it is left out.
     """
     orders: dict[Any, UnitOrder] = {}
     for unit in _outermost_units(module):
@@ -90,7 +90,7 @@ class UnitOrder(CallOrder):
 
     def watch(self, module: nn.Module) -> None:
         """Watch the units of an outermost FSDP2 module, once."""
-        if any(isinstance(hook, _Forward) for hook in module._forward_pre_hooks.values()):
+        if any(getattr(hook, "func", None) is _note_forward for hook in module._forward_pre_hooks.values()):
             return
         root = f"{type(module).__name__.removeprefix('FSDP')} {self._num_modules}"
         units: dict[str, Any] = {name: x for name, x in module.named_modules() if isinstance(x, FSDPModule)}
@@ -98,7 +98,7 @@ class UnitOrder(CallOrder):
             state = unit._get_fsdp_state()
             label = f"{root}, {name}" if name else root
             self.labels[label] = state
-            unit.register_forward_pre_hook(_Forward(self, label))
+            unit.register_forward_pre_hook(partial(_note_forward, self, label))
             _extend(state, "_root_post_backward_final_callback", after=self._end)
             for part in _param_groups(state):
                 _extend(part, "unshard", before=partial(self.gather, label, part))
@@ -156,15 +156,9 @@ class UnitOrder(CallOrder):
                 x.sharded_param.grad = None
 
 
-class _Forward:
-    """Forward pre-hook of a unit."""
-
-    def __init__(self, order: UnitOrder, label: str) -> None:
-        self._order, self._label = order, label
-
-    @torch.compiler.disable(reason="it notes names")
-    def __call__(self, unit: nn.Module, args: Any) -> None:
-        self._order.note_forward(self._label)
+@torch.compiler.disable(reason="it notes names")
+def _note_forward(order: UnitOrder, label: str, *_: Any) -> None:
+    order.note_forward(label)
 
 
 def _param_groups(state: Any) -> list[Any]:

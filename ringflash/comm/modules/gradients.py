@@ -25,7 +25,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 
     Args:
         parameters: the same on all ranks, in one order, such as `module.parameters()`.
-        group: ranks over which the loss is averaged: those of a ring, or of all rings.
+        group: ranks over which the loss is averaged: of a ring, or of all rings.
     Raises:
         ValueError: parameters that differ between the ranks, on every rank; compared in the calls 1, 2, 4, 8, ...
     """

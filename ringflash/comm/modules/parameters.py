@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
@@ -22,16 +22,16 @@ from ringflash.comm.comparison import gather_values
 class EqualParameters:
     """Parameters that every rank of a ring has, whole or as equal shards; not those that FSDP or ZeRO-3 shards over it.
 
-    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients.
+    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients, and in those without.
     """
 
     def __init__(self) -> None:
-        self._num_forwards = 0
+        self._num_forwards = {True: 0, False: 0}
         self._sums: dict[str, int] = {}
 
-    def begin(self, named: Iterable[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+    def begin(self, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
         """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
-        self._num_forwards += 1
+        self._num_forwards[torch.is_grad_enabled()] += 1
         self._sums = {}
         if not self._is_due:
             return
@@ -43,7 +43,8 @@ class EqualParameters:
 
     @property
     def _is_due(self) -> bool:
-        return not self._num_forwards & (self._num_forwards - 1)
+        count = self._num_forwards[torch.is_grad_enabled()]
+        return not count & (count - 1)
 
     @property
     def checksum(self) -> int:
@@ -58,15 +59,15 @@ class EqualParameters:
         raise ValueError(
             "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
             f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
-            "model is made, and average gradients over all ranks, those of a ring included "
-            "(ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, strategy.shard_parameters). "
-            "Of a parameter that is meant to differ, as that of an expert that other ranks do not have, set "
-            "parameter.allreduce = False."
+            "model is made, load checkpoints on all of them, and average gradients over all ranks, those of a ring "
+            "included (ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, "
+            "strategy.shard_parameters). Of a parameter that is meant to differ, as that of an expert that other ranks "
+            "do not have, set parameter.allreduce = False."
         )
 
     def compare(
         self,
-        named: Iterable[tuple[str, torch.Tensor]],
+        named: Iterable[tuple[str, Tensor]],
         group: dist.ProcessGroup | None,
         cuts: Callable[[], list[tuple[int, str]]] = list,
         layout: str = "",
@@ -74,9 +75,8 @@ class EqualParameters:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            cuts: returns checksums of the whole sequences of this forward, and the layouts of their shards, as far as
-                they are known.
-            layout: that of the module's attention.
+            cuts: returns a checksum of the whole sequence, and the layout, of each shard for which these are known.
+            layout: layout of the module's attention.
         Raises:
             ValueError: a parameter or a sequence differs between ranks, or a shard has another layout; on every rank.
         """
@@ -102,18 +102,18 @@ class EqualParameters:
             )
 
 
-def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield parameters by name, without those inside a unit of FSDP1, but with what the unit around it has gathered."""
     yield from module.named_parameters(prefix, recurse=False)
     for name, x in vars(module).items():
-        if isinstance(x, torch.Tensor) and getattr(x._base, "_is_flat_param", False):
+        if isinstance(x, Tensor) and getattr(x._base, "_is_flat_param", False):
             yield f"{prefix}.{name}", x
     for name, child in module.named_children():
         if type(child).__name__ != "FullyShardedDataParallel":
             yield from named_whole(child, f"{prefix}.{name}" if prefix else name)
 
 
-def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
+def _value(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
     """Return what all ranks of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
 
     None for quantized parameters, shards over the ring, those of ZeRO-3, and what is meant to differ.
@@ -122,19 +122,19 @@ def _value(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor | None:
         shared = {*dist.get_process_group_ranks(group)}.intersection(x.device_mesh.mesh.flatten().tolist())
         over_others = len(shared) == 1
         return x.detach().to_local() if over_others and is_shared(x) else None  # type: ignore[attr-defined]
-    plain = type(x) in (nn.Parameter, torch.Tensor) and not x.is_meta and not hasattr(x, "ds_status")
+    plain = type(x) in (nn.Parameter, Tensor) and not x.is_meta and not hasattr(x, "ds_status")
     return x if plain and is_shared(x) else None
 
 
-def is_shared(parameter: torch.Tensor) -> bool:
-    """Return False for a parameter that is meant to differ between ranks, such as that of an expert of one rank."""
+def is_shared(parameter: Tensor) -> bool:
+    """Return False for a parameter that is meant to differ between ranks, for example of an expert of one rank."""
     return bool(getattr(parameter, "allreduce", True))
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def _sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+def _sum_of_bits(x: Tensor) -> Tensor:
     """Return a checksum, an int64 scalar. A sum in another dtype than the summands' would make a copy of these."""
     bits = _BITS.get(x.dtype.itemsize, torch.int64)
     return x.detach().reshape(-1).view(bits).sum(dtype=bits).long()

@@ -31,26 +31,3 @@ from ringflash.comm.transport.opening import (
     whole_transport,
 )
 from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
-
-__all__ = [
-    "TRANSPORTS",
-    "UNDECIDED",
-    "CopyEngine",
-    "Message",
-    "NcclGather",
-    "GroupAreas",
-    "Pending",
-    "PointToPoint",
-    "Transport",
-    "Undecided",
-    "buffer",
-    "buffer_bytes",
-    "choose_transport",
-    "exchange_memory",
-    "message_memory",
-    "message_transport",
-    "open_transport",
-    "release_buffers",
-    "transport_name",
-    "whole_transport",
-]

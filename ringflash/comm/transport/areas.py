@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringflash.comm.transport.lanes import Commands, Marker, T
 
@@ -25,15 +26,15 @@ BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
 class Incoming(NamedTuple):
     """A tensor to receive from a rank. `source` is the memory to copy from if this rank maps it, else None."""
 
-    target: torch.Tensor
+    target: Tensor
     rank: int
-    source: torch.Tensor | None
+    source: Tensor | None
 
 
 class Outgoing(NamedTuple):
     """A tensor to send to a rank that cannot map our memory."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     rank: int
 
 
@@ -75,7 +76,7 @@ class GroupAreas(Protocol):
     def reserve(self, name: str, num_bytes: int) -> None:
         """Grow the area to at least `num_bytes`; a collective call if it is smaller."""
 
-    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return a tensor at the start of a rank's area; None if this rank cannot map it."""
 
     def make_transfer(

@@ -7,6 +7,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from ringflash.comm import cuda_graphs
 
@@ -18,11 +19,11 @@ class Views(Protocol):
         """Forget the views."""
 
 
-_storage: dict[tuple[torch.device, str], torch.Tensor] = {}
+_storage: dict[tuple[torch.device, str], Tensor] = {}
 _views: WeakSet[Views] = WeakSet()
 
 
-def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a contiguous, uninitialised tensor over the pooled storage of this name.
 
     A process runs one ring call at a time, so layers and groups share their buffers. A buffer that a

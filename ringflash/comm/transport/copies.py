@@ -11,9 +11,10 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
+from ringflash.comm.commands import Command, copies_command, copy_command
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.driver import Command, copies_command, copy_command
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -38,7 +39,7 @@ class Copies:
         device: device of the stream.
     """
 
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
         self._pairs, self._device = tuple(pairs), device
         self._in_one_call = False
         count = len(self._pairs)

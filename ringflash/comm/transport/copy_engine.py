@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
+from ringflash.comm.commands import Command
 from ringflash.comm.communicator import register_members, register_peers
-from ringflash.comm.driver import Command, plain_launch
+from ringflash.comm.driver import plain_launch
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies
@@ -85,10 +87,10 @@ class CopyEngine(Lanes):
         assert exchanges is not None
         return functools.partial(exchanges.catch_up, max(count for _, count in answers))
 
-    def _map(self, num_bytes: int, catch_up: Callable[[], None]) -> tuple[torch.Tensor, _SymmetricMemory]:
+    def _map(self, num_bytes: int, catch_up: Callable[[], None]) -> tuple[Tensor, _SymmetricMemory]:
         """Allocate an area on every rank and map those of the others. A collective call."""
 
-        def allocate() -> torch.Tensor:
+        def allocate() -> Tensor:
             catch_up()
             return self._empty(num_bytes)
 
@@ -111,11 +113,11 @@ class CopyEngine(Lanes):
         assert handle is not None
         return area, handle
 
-    def _empty(self, num_bytes: int) -> torch.Tensor:
+    def _empty(self, num_bytes: int) -> Tensor:
         """Return new memory that other processes can map; not from a pool, whose blocks torch frees and reuses."""
         return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self._device)
 
-    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if rank == self.rank:
             return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return self._handles[name].get_buffer(rank, shape, dtype)

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 
 _KEY = re.compile(r"CUDASymmetricMemory/(\d+)")
@@ -30,11 +31,10 @@ class Exchanges:
     others waiting, so it is a rehearsal, too.
 
     Args:
-        allocate: returns a new area of a few bytes.
-        device: device of the area.
+        allocate: returns a new area of a few bytes on the device.
     """
 
-    def __init__(self, allocate: Callable[[], torch.Tensor], device: torch.device) -> None:
+    def __init__(self, allocate: Callable[[], Tensor], device: torch.device) -> None:
         self._allocate = allocate
         self.count, self._step = 0, 1
         if _SymmetricMemory.get_backend(device) == "CUDA":  # others exchange over the communicator of the group

@@ -7,19 +7,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from ringflash.comm import cuda_graphs
+from ringflash.comm.call_numbers import Marker
 from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
 _MAX_CACHED = 20  # a cache of views drops the oldest entry beyond this number
-
-
-class Marker(Protocol):
-    """Point in the work of a stream, for which other streams and the watchdog can wait."""
-
-    def query(self) -> bool:
-        """Return True if the work before it has finished."""
 
 
 class ViewCache:
@@ -31,12 +26,13 @@ class ViewCache:
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
-        if key not in self._entries:
-            made = make()  # may drop other entries
+        known = self._entries.get(key)
+        if known is None:
+            known = make(), areas  # may drop other entries
             if len(self._entries) == _MAX_CACHED:
                 del self._entries[next(iter(self._entries))]
-            self._entries[key] = made, areas
-        return cast(T, self._entries[key][0])
+            self._entries[key] = known
+        return cast(T, known[0])
 
     def has(self, key: Hashable) -> bool:
         """Return True if there is an entry of this key."""
@@ -79,7 +75,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._areas: dict[str, torch.Tensor] = {}
+        self._areas: dict[str, Tensor] = {}
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}

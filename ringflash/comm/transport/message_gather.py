@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.areas import Incoming, Outgoing
@@ -24,10 +25,6 @@ class NcclGather(Lanes):
 
     Messages need SMs, which a forward kernel holds until it ends. A third buffer gives a message the time of two
     sections to arrive.
-
-    Args:
-        channel: messages of the group.
-        device: device of the tensors.
     """
 
     num_buffers = 3
@@ -47,7 +44,7 @@ class NcclGather(Lanes):
             cuda_graphs.keep_alive(thing)
         self._areas[name] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
-    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         if rank != self.rank:
             return None
         return self._areas[name][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -128,7 +128,7 @@ def _decide(group: dist.ProcessGroup) -> str:
 def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
     """Return the areas over which the ranks of each host exchange heads. The first call is collective over the group.
 
-    They are those of the copy engine. On CPUs, or if any host has GPUs without peer access, messages move them.
+    The copy engine moves them; on CPUs, or if any host has GPUs without peer access, messages do.
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
         return GlooGather(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.communicator import communicator
@@ -30,7 +31,7 @@ _unawaited: list[list[tuple[dist.Work, str]]] = []
 class Message(NamedTuple):
     """A tensor sent to or received from a rank of the group; skipped if the rank is None. `what` names it in errors."""
 
-    tensor: torch.Tensor
+    tensor: Tensor
     rank: int | None
     what: str
 
@@ -39,7 +40,6 @@ class Pending:
     """Batch of messages in flight.
 
     Args:
-        works: each with its description for errors.
         timeout: limit of the wait over gloo. None uses the limit of the work itself, and does not block the host.
     """
 
@@ -69,13 +69,10 @@ def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:
 
 
 def check_capture() -> None:
-    """Refuse a configuration in which a replayed CUDA graph silently computes wrong results.
+    """Raise RuntimeError for expandable segments with NCCL_GRAPH_REGISTER, with which a replayed graph is wrong.
 
     NCCL registers the buffers of captured messages with its peers as whole allocations, but an expandable segment
     consists of many. Gradients of a replay on 4 H200s had errors of 100% (torch 2.11, NCCL 2.28.9).
-
-    Raises:
-        RuntimeError: expandable segments with NCCL_GRAPH_REGISTER on; the message has the remedy.
     """
     if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return
@@ -95,7 +92,6 @@ class PointToPoint:
 
     Args:
         name: "gloo" or "nccl".
-        group: the ranks that share the sequence.
     """
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls
@@ -165,7 +161,7 @@ class PointToPoint:
         return Pending([(self._channel._end_coalescing(device), "; ".join(what for _, what in todo))])
 
     def _start(
-        self, direction: str, operation: Callable[..., dist.Work], tensor: torch.Tensor, rank: int, what: str
+        self, direction: str, operation: Callable[..., dist.Work], tensor: Tensor, rank: int, what: str
     ) -> tuple[Callable[[], dist.Work], str]:
         """Return a function that starts a message, and the name of the message for errors."""
         own, peer = self.rank_in_group(self.rank), self.rank_in_group(rank)

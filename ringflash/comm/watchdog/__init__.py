@@ -16,5 +16,3 @@ explains who watches what, and docs/decisions/0007-watch.md why.
 
 from ringflash.comm.watchdog.calls import CallInFlight, Unwatched
 from ringflash.comm.watchdog.thread import END_S, RingStalled, Watchdog, watching
-
-__all__ = ["END_S", "CallInFlight", "RingStalled", "Unwatched", "Watchdog", "watching"]

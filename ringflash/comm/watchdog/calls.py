@@ -103,10 +103,7 @@ class CallQueue:
     """Calls of one group that may still be in flight, oldest first.
 
     Args:
-        transport: name of the transport.
-        rank: rank of this process in the group.
         timeout: seconds without progress that count as a stall.
-        now: the current time.
     """
 
     def __init__(self, transport: str, rank: int, timeout: float, now: float) -> None:

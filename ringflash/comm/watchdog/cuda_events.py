@@ -22,8 +22,6 @@ class DeviceLost(RuntimeError):
 class Events:
     """Event queries of one device; must be created in the thread that uses them.
 
-    Args:
-        device: device of the events.
     Raises:
         OSError: there is no driver.
         DeviceLost: the driver returned an error.

@@ -35,7 +35,7 @@ class WatchdogStore:
     """Keys of a group's store by which the watchdogs of its ranks tell one another what these are doing.
 
     Args:
-        group: its ranks; it is not kept alive.
+        group: not kept alive.
         location: where this rank runs, written now, because it may not answer later; nothing is written if empty.
         patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
@@ -146,7 +146,6 @@ class WatchdogStore:
 
 
 def _location_key(rank: int) -> str:
-    """Return the key of a rank's location."""
     return f"location of {rank}"
 
 

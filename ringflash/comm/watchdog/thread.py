@@ -128,7 +128,7 @@ class Watchdog:
             # The process was stopped, or the oldest call was queued behind a call of another group.
             if gap > queue.timeout / 2 or (serials and queue.follows(min(serials))):
                 queue.last_progress = now
-            if _is_broken(transport):
+            if isinstance(transport, PointToPoint) and transport.is_broken():
                 watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.describe_wait()}"
                 return self._report(watched, now, _LOST_CONNECTION)
             if not watched.lost and queue.is_stalled(now):
@@ -243,10 +243,6 @@ def _states(names: list[str], answers: dict[int, str], locations: dict[int, str]
     others = [state for state in states if state not in waiting]
     shown = (others + waiting)[:SHOWN_RANKS]
     return [*shown, f"{len(names) - len(shown)} more ranks, of which {len(waiting)} wait in all"]
-
-
-def _is_broken(transport: Transport) -> bool:
-    return isinstance(transport, PointToPoint) and transport.is_broken()
 
 
 def _end(seconds: float) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def run(options: Namespace) -> int:
         told = messages.instructions()
         join_ring(told.get("ring", {}), rank, options.seconds)
         if rank in told.get("probing", ()):
-            messages.send_report([finding.as_dict() for finding in probes(facts, options.seconds)])
+            messages.send_report([asdict(finding) for finding in probes(facts, options.seconds)])
         return 0
     ranks = tell_apart(ranks)
     findings = examine(ranks, missing)
@@ -71,7 +72,7 @@ def examine(ranks: dict[int, Facts], missing: list[int]) -> list[Finding]:
     findings: list[Finding] = []
     if missing:
         named = ", ".join(map(str, missing))
-        findings.append(fault("ranks", f"rank {named} did not answer", "see its log; can its host be reached?"))
+        findings = [fault("ranks", f"rank {named} did not answer", "see its log; can its host be reached?")]
     by_host = {facts["host"]: facts for _, facts in sorted(ranks.items(), reverse=True)}
     for host, facts in sorted(by_host.items()):
         label = f"{host}: " if len(by_host) > 1 else ""
@@ -251,7 +252,7 @@ def _descendants(pid: int) -> list[int]:
 def _print(findings: list[Finding], as_json: bool) -> None:
     worst = next((level for level in ("fault", "warning") if any(x.level == level for x in findings)), "ok")
     if as_json:
-        print(json.dumps({"verdict": worst, "findings": [finding.as_dict() for finding in findings]}, indent=2))
+        print(json.dumps({"verdict": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))
         return
     table = Table("", "what", "found", "remedy")
     for finding in findings:

@@ -32,7 +32,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "cuda": torch.version.cuda,
-        "nccl": _nccl(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "driver": _driver(),
         "gpus": _gpus(),
         "peers": _peers(),
@@ -48,10 +48,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _nccl() -> str | None:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
 
 
 def _driver() -> str | None:

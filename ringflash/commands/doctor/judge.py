@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Literal
@@ -43,21 +44,8 @@ class Finding:
     found: str
     remedy: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the finding as a dict, for JSON."""
-        return asdict(self)
 
-
-def ok(what: str, found: str) -> Finding:
-    return Finding("ok", what, found)
-
-
-def warning(what: str, found: str, remedy: str) -> Finding:
-    return Finding("warning", what, found, remedy)
-
-
-def fault(what: str, found: str, remedy: str) -> Finding:
-    return Finding("fault", what, found, remedy)
+ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -100,7 +88,7 @@ def _triton(found: str) -> Finding:
 def declared_ranges() -> dict[str, SpecifierSet]:
     """Return the version ranges that the clone it runs from, or the installed ringflash, declares.
 
-    The metadata of an editable installation are those of the day it was made, and not asked.
+    The metadata of an editable installation may be old, and are not read.
     """
     if _PROJECT.exists():
         project = tomllib.loads(_PROJECT.read_text())["project"]
@@ -115,11 +103,8 @@ def gpus(facts: Facts) -> Iterator[Finding]:
     """Check the kind and capability of the GPUs, and the requirements of the kernels."""
     if not facts["gpus"]:
         if facts["driver"] is not None:
-            remedy = (
-                "install a CUDA build of torch"
-                if facts["cuda"] is None
-                else "check CUDA_VISIBLE_DEVICES and the driver"
-            )
+            built = facts["cuda"] is not None
+            remedy = "check CUDA_VISIBLE_DEVICES and the driver" if built else "install a CUDA build of torch"
             yield fault("GPUs", f"driver {facts['driver']}, but torch sees none", remedy)
         else:
             yield warning("GPUs", "none", "the reference kernel on CPUs is for tests; train on Hopper GPUs")
@@ -202,11 +187,7 @@ def limits(facts: Facts) -> Iterator[Finding]:
 
 
 def differences(ranks: dict[int, Facts]) -> list[Finding]:
-    """Report facts that differ between ranks although they should be equal.
-
-    Args:
-        ranks: facts by rank.
-    """
+    """Report facts that differ between ranks although they should be equal."""
     findings = []
     for what in ("python", "packages", "cuda", "nccl", "driver", "gpus"):
         seen: dict[str, list[int]] = {}

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import ringflash
 from ringflash.comm.transport import PointToPoint, open_transport
 from ringflash.comm.transport.copy_engine import NoCopyEngine
-from ringflash.testing import dense, tolerance
+from ringflash.testing.ring import measure_ring
 
 _TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM = 1024, 8, 2, 128
 _EXCHANGES = 5
@@ -28,22 +29,10 @@ _EXCHANGES = 5
 
 def kernel(device: torch.device) -> dict[str, Any]:
     """Return the name of the kernel that impl="auto" chooses, and its error over budget, forward and backward."""
-
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, dout = (
-        torch.randn(1, _TOKENS, heads, _HEAD_DIM, generator=generator).to(device, dtype)
-        for heads in (_HEADS, _KV_HEADS, _KV_HEADS, _HEADS)
-    )
-    want, base = (
-        dense.attention(*(x.to(kind) for x in (q, k, v, dout)), causal=True) for kind in (torch.float64, dtype)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ringflash.ring_attention(*leaves, group=None)
-    assert isinstance(out, torch.Tensor)
-    got = {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, leaves, dout), strict=True))}
-    spent = tolerance.measure(got, {x: want[x] for x in got}, {x: base[x] for x in got}, num_chunks=2)
-    return {"impl": ringflash.explain(q, k, v, group=None).impl, "spent": max(max(r.maximum, r.mean) for r in spent)}
+    spent = measure_ring(None, device, dtype, (_TOKENS, _HEADS, _KV_HEADS, _HEAD_DIM), causal=True)
+    q, k = (torch.empty(1, _TOKENS, heads, _HEAD_DIM, device=device, dtype=dtype) for heads in (_HEADS, _KV_HEADS))
+    return {"impl": ringflash.explain(q, k, k, group=None).impl, "spent": max(spent.values())}
 
 
 def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
@@ -59,7 +48,7 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     numbers = int(megabytes * 1e6 / 4)
     sent = _numbers(dist.get_rank(), numbers, device)
     neighbour = _numbers((dist.get_rank() - stride) % dist.get_world_size(), numbers, device)
-    ways: dict[str, Callable[[torch.Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent, stride)}
+    ways: dict[str, Callable[[Tensor], None]] = {"nccl" if cuda else "gloo": _messages(sent, stride)}
     missing = ""
     if cuda:
         try:
@@ -69,15 +58,15 @@ def ring(stride: int = 1, megabytes: float = 64.0) -> dict[str, Any]:
     return {"exchanges": {name: _timed(way, neighbour) for name, way in ways.items()}, "missing": missing}
 
 
-def _numbers(rank: int, count: int, device: torch.device) -> torch.Tensor:
+def _numbers(rank: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device, dtype=torch.int32) * (rank + 1)
 
 
-def _messages(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
+def _messages(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
     """Return an exchange that sends to one neighbour and receives from the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
-    def exchange(got: torch.Tensor) -> None:
+    def exchange(got: Tensor) -> None:
         there, here = (rank + stride) % size, (rank - stride) % size
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, there), dist.P2POp(dist.irecv, got, here)]):
             work.wait()
@@ -85,7 +74,7 @@ def _messages(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]
     return exchange
 
 
-def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
+def _pulls(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
     """Return an exchange that copies from the neighbour's memory, like the transport "copy_engine"."""
     assert dist.group.WORLD is not None
     memory = open_transport("copy_engine", dist.group.WORLD)
@@ -97,7 +86,7 @@ def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     memory.barrier(0)
     source = (dist.get_rank() - stride) % dist.get_world_size()
 
-    def exchange(got: torch.Tensor) -> None:
+    def exchange(got: Tensor) -> None:
         def copy() -> None:
             there = memory.view("kv", source, tuple(got.shape), got.dtype)
             assert there is not None
@@ -108,7 +97,7 @@ def _pulls(sent: torch.Tensor, stride: int) -> Callable[[torch.Tensor], None]:
     return exchange
 
 
-def _timed(exchange: Callable[[torch.Tensor], None], expected: torch.Tensor) -> dict[str, Any]:
+def _timed(exchange: Callable[[Tensor], None], expected: Tensor) -> dict[str, Any]:
     got, seconds = torch.zeros_like(expected), []
     for _ in range(_EXCHANGES):
         dist.barrier()

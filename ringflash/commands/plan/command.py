@@ -91,13 +91,11 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
         "mfu": time.model_flops / (machine.gpu.peak_tflops * 1e12),
         "model_tflops_per_gpu": time.model_flops / 1e12,
         "tokens_per_second": job.seqlen * job.dp_size / time.step,
-        "fastest_split": split
-        and {
-            "cp": split.cp_size,
-            "dp": split.dp_size,
-            "tokens_per_second": split.seqlen * split.dp_size / step_time(split, machine).step,
-        },
+        "fastest_split": None,
     }
+    if split is not None:
+        speed = split.seqlen * split.dp_size / step_time(split, machine).step
+        plan["fastest_split"] = {"cp": split.cp_size, "dp": split.dp_size, "tokens_per_second": speed}
     if not plan["fits"]:
         plan["remedy"] = _remedy(job, machine)
     return plan
@@ -139,11 +137,8 @@ def read_recipe(paths: list[Path]) -> dict[str, Any]:
 
 def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that were given."""
-    return {
-        key: _without_none(value) if isinstance(value, dict) else value
-        for key, value in tree.items()
-        if value is not None
-    }
+    given = {key: value for key, value in tree.items() if value is not None}
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in given.items()}
 
 
 def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[TrainingJob, Machine]:
@@ -174,16 +169,9 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     # "auto" is planned as if Liger were installed
     memory["liger"] = shape.liger is not None if memory["liger"] == "auto" else memory["liger"]
     job = TrainingJob(
-        model=shape,
-        seqlen=seqlen,
-        cp_size=cp_size,
-        dp_size=dp_size,
-        precision=trainer.get("precision") or "bf16-mixed",
-        accumulates=accumulated > 1,
-        impl=impl,
-        float8=model.get("float8"),
-        **memory,
-    )
+        model=shape, seqlen=seqlen, cp_size=cp_size, dp_size=dp_size, impl=impl, float8=model.get("float8"),
+        precision=trainer.get("precision") or "bf16-mixed", accumulates=accumulated > 1, **memory,
+    )  # fmt: skip
     job = replace(job, visible_fraction=options.visible * visible_fraction(seqlen, windows))
     return job, Machine(GPUS[options.gpu], gpus, options.gpus_per_host, Rates(**options.rates))
 

@@ -26,7 +26,7 @@ class ReadShape:
         value_dim: head_dim of values as they travel: that of keys, unless kernels take narrower ones.
         parameters: of the whole model, including all experts.
         layer_parameters: of the largest layer.
-        expert_parameters: of all experts of the largest layer.
+        expert_parameters: of the stacked experts of the layer with most of them.
         tiled_parameters: of the modules that tiles recompute, in the layer with most of them.
         tiled_share: part of matmul_parameters in modules that tiles recompute.
         embedding_parameters: of the output embedding.
@@ -128,7 +128,7 @@ def read_shape(model: Any) -> ReadShape:
         vocab_size=config.vocab_size,
         parameters=_size(model),
         layer_parameters=_size(largest),
-        expert_parameters=max(_experts(layer) for layer in layers),
+        expert_parameters=max(sum(p.numel() for p in layer.parameters() if p.dim() == 3) for layer in layers),
         tiled_parameters=max(tiled),
         tiled_share=max(0.0, sum(tiled) - unused) / matmul,
         embedding_parameters=head,
@@ -169,8 +169,3 @@ def _empty(config: Mapping[str, Any]) -> Any:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _experts(layer: nn.Module) -> int:
-    """Return the number of parameters of a layer's stacked experts."""
-    return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() == 3)

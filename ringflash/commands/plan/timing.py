@@ -45,6 +45,8 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     again = 1.0 if job.checkpointing != "none" else model.tiled_share / in_layers if job.tile_tokens else 0.0
     passes = rates.expert_passes if model.expert_parameters else rates.passes
     work = forward + backward + linear
+    # AdamW reads weights, gradients and two moments, and writes all but the gradients.
+    optimizer_bytes = 7 * job.weight_bytes * model.parameters / job.world_size
     exposed = exposed_seconds(ring_of(job, machine), machine, forward / model.num_layers, backward / model.num_layers)
     parts = {
         "attention forward": forward,
@@ -56,7 +58,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
         "ring exposed": model.num_layers * exposed,
         "parameters exposed": _parameters_exposed(job, machine, work),
         "checkpoints exposed": max(0.0, _checkpoints_copied(job, rates) - work),
-        "optimizer": _optimizer_bytes(job) / (machine.gpu.memory_gbytes * rates.optimizer * 1e9),
+        "optimizer": optimizer_bytes / (machine.gpu.memory_gbytes * rates.optimizer * 1e9),
     }
     parts["waiting for the host"] = max(0.0, model.num_layers * rates.host_seconds - sum(parts.values()))
     return StepTime(parts, (products + 3 * attention) / sum(parts.values()))
@@ -66,11 +68,8 @@ def _attention_rates(job: TrainingJob, rates: Rates) -> tuple[float, float]:
     """Return the fractions of the bf16 peak in the forward and backward of attention."""
     if not rounds(job.impl):
         return rates.attention_forward, rates.attention_backward
-    of_backward = {
-        "fp8": rates.fp8_bf16_backward,
-        "fp8_scores": rates.fp8_scores_backward,
-        "fp8_all": rates.fp8_attention_backward,
-    }
+    exact, scores, everything = rates.fp8_bf16_backward, rates.fp8_scores_backward, rates.fp8_attention_backward
+    of_backward = {"fp8": exact, "fp8_scores": scores, "fp8_all": everything}
     return rates.fp8_attention_forward, of_backward[job.impl.partition("_")[2]]
 
 
@@ -112,8 +111,3 @@ def _checkpoints_copied(job: TrainingJob, rates: Rates) -> float:
     if not job.offload_checkpoints:
         return 0.0
     return 2 * job.model.num_layers * layer_input_bytes(job) / (rates.host_gbytes * 1e9)
-
-
-def _optimizer_bytes(job: TrainingJob) -> float:
-    """Return the bytes of AdamW: it reads weights, gradients and moments, and writes all but the gradients."""
-    return 7 * job.weight_bytes * job.model.parameters / job.world_size

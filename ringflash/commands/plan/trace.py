@@ -214,14 +214,11 @@ class _Saves:
 
     def by_layer(self) -> list[SavedBytes]:
         """Return the saved bytes of each layer."""
-        return [
-            SavedBytes(
-                layer.saved_bytes(of_inputs=True) + layer.saved_bytes(of_inputs=False),
-                mlp.saved_bytes(of_inputs=False),
-                layer.saved_bytes(of_inputs=True),
-            )
-            for layer, mlp in self._layers
-        ]
+        found = []
+        for layer, mlp in self._layers:
+            of_input, others = (layer.saved_bytes(of_inputs=x) for x in (True, False))
+            found.append(SavedBytes(of_input + others, mlp.saved_bytes(of_inputs=False), of_input))
+        return found
 
     @property
     def mlp_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 The consumers add what they have staged, in any order between CTAs. If ORDERED, three additional warps add it in the
 order of `order.py`. Each takes every third block, because waiting for the previous tile's dQ, adding and announcing
-take longer than a step. Two or three buffers of dQ let the consumers continue meanwhile.
+take longer than a step. Two or three buffers of dQ let the consumers continue meanwhile. There are two, too, if a CTA
+takes several tiles (EARLY): at the end of a tile, dK and dV leave from them.
 
 `sm` is `backward.keys.KeyShared`; a block's step is that of its S and P.
 """
@@ -33,10 +34,10 @@ def dq_buffer(sm, step, W: gl.constexpr):
     """Return the buffer in which consumer W stages its columns of dQ of `step`; see `wait_for_buffer`."""
     if sm.ORDERED:
         buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
-        staged = _staging(sm, buffer, W)
+        staged = numbered_staging(sm, buffer, W)
     else:
-        staged = dq_staging(sm, W)
-        tma_store_wait(0)
+        staged = numbered_staging(sm, step & 1, W) if sm.EARLY else dq_staging(sm, W)
+        tma_store_wait(1 if sm.EARLY else 0)
     return staged
 
 
@@ -70,8 +71,8 @@ def dq_staging(sm, W: gl.constexpr):
 
 
 @gluon.jit
-def _staging(sm, buffer, W: gl.constexpr):
-    """Return one of the buffers in which consumer W stages its columns of dQ if ORDERED."""
+def numbered_staging(sm, buffer, W: gl.constexpr):
+    """Return one of several buffers in which consumer W stages its columns of dQ."""
     if W == 0:
         staged = sm.dq0_buffers.index(buffer)
     else:
@@ -91,9 +92,9 @@ def _add_block(sm, problem, order, dq0_desc, dq1_desc, step, batch, head, block,
         buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
         parity = step // WRITERS & 1
         mbarrier.wait(sm.dq_full.index(WRITER * 2), parity)
-        tma_reduce_add(dq0_desc, [row, 0], _staging(sm, buffer, 0))
+        tma_reduce_add(dq0_desc, [row, 0], numbered_staging(sm, buffer, 0))
         mbarrier.wait(sm.dq_full.index(WRITER * 2 + 1), parity)
-        tma_reduce_add(dq1_desc, [row, column], _staging(sm, buffer, 1))
+        tma_reduce_add(dq1_desc, [row, column], numbered_staging(sm, buffer, 1))
         tma_store_wait(1)
         mbarrier.arrive(sm.dq_empty.index(buffer * 2), count=1)
         tma_store_wait(0)

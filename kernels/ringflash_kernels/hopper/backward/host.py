@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
@@ -26,6 +27,7 @@ from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backwa
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
+from ringflash_kernels.hopper.forward.host import count_sms
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
@@ -46,6 +48,7 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # Under a window, long walks go from document to document, each at its own pace. In parts that are launched near the
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
+_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -66,15 +69,15 @@ class HopperBackward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
-        only_dq: torch.Tensor | None = None,
+        only_dq: Tensor | None = None,
     ) -> None:
         self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
@@ -97,16 +100,12 @@ class HopperBackward:
         """True if the additions to dQ of `backward_keys` have a fixed order."""
         return self.deterministic and not self.tiles.wide
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    @functools.cached_property
+    def drawn(self) -> Tensor:
+        """Counters of the tiles that programs of `backward_keys` have drawn, and the tile of each program."""
+        return self.q.new_zeros(2 + count_sms(self.q.device), dtype=torch.int32)
+
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the pairs of `mask` to dk, dv and self.dq.
 
         Args:
@@ -129,7 +128,7 @@ class HopperBackward:
                     if self.tiles.wide:
                         self._add_queries(k, v, mask)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
         if self._is_finished:
             if out is not self._only_dq:
@@ -140,14 +139,14 @@ class HopperBackward:
             postprocess(self.accumulated_dq(), out, self.softmax_scale)
         return out
 
-    def accumulated_dq(self) -> torch.Tensor:
+    def accumulated_dq(self) -> Tensor:
         """Return the sum so far, unscaled: (batch * num_heads, seqlen_q, head_dim), fp32, its columns interleaved."""
         if not self._dq_is_written:
             self.dq.zero_()
             self._dq_is_written = True
         return self.dq
 
-    def _group(self, k: torch.Tensor, hop: HopRectangle) -> int:
+    def _group(self, k: Tensor, hop: HopRectangle) -> int:
         """Return the number of query heads that one CTA processes for a tile of keys: all that share the keys, or one.
 
         With all of them, K, V, dK and dV move once per group, but fewer tiles remain to keep the SMs busy.
@@ -162,6 +161,10 @@ class HopperBackward:
         grouped = -(-works // SMS) * (steps * group + STEPS_OF_A_TILE)
         separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if grouped < separate else 1
+
+    def _is_early(self, hop: HopRectangle) -> bool:
+        """Return whether CTAs of `backward_keys` draw their tiles: under a window only, since others lost 0 to 3%."""
+        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
 
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
         """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
@@ -192,15 +195,7 @@ class HopperBackward:
         return together
 
     def _add_keys(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        hop: HopRectangle,
-        group: int,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        accumulate: bool,
+        self, k: Tensor, v: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
     ) -> None:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
@@ -249,20 +244,22 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
+            early = self._is_early(hop)
             _KEYS(
-                variant, num_works,
+                variant, min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
-                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles), *scales,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
+                self.drawn if early else self.clock, *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, **choices,
+                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
-    def _add_queries(self, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> None:
+    def _add_queries(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
         hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
@@ -296,7 +293,7 @@ class HopperBackward:
             BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, ADD=add,
         )  # fmt: skip
 
-    def _order(self, num_tiles: int) -> tuple[torch.Tensor, int, int]:
+    def _order(self, num_tiles: int) -> tuple[Tensor, int, int]:
         """Return the arguments of `DqOrder` for a launch; those that are not read if any order will do."""
         if not self.ordered:
             return self.clock, 0, 0
@@ -304,7 +301,7 @@ class HopperBackward:
         self._next_number += num_tiles
         return self.numbers, self.numbers.shape[1], first
 
-    def _bounds(self, hop: HopRectangle) -> tuple[torch.Tensor, torch.Tensor]:
+    def _bounds(self, hop: HopRectangle) -> tuple[Tensor, Tensor]:
         """Return the bounds of a hop; if it has none, any two tensors, since the kernels then read neither."""
         return hop.bounds if hop.has_bounds else (self.stats, self.stats)
 
@@ -328,11 +325,13 @@ class HopperBackward:
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
-            walk, down = walks(side, device, rows, block_n, 64, part=_PART_BLOCKS), False
-            together = _largest_divisor(num_groups, _PARTS_TOGETHER)
+            early = self._is_early(hop)
+            part, most = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            walk, down = walks(side, device, rows, block_n, 64, part=part), False
+            together = _largest_divisor(num_groups, most)
         return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
-    def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, torch.Tensor, torch.Tensor]:
+    def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
         rows = 0, mask.seqlen_q
         tiles, stretches, *_ = walks(mask, device, rows, _HELD_QUERIES, 64)
@@ -353,7 +352,7 @@ class HopperBackward:
         return self._views[start, stop]
 
 
-def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def checked_dq(q: Tensor, out: Tensor | None) -> Tensor:
     """Return `out` after checking that it fits q, or a new tensor if it is None."""
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -365,7 +364,7 @@ def checked_dq(q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def check_gradients(k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+def check_gradients(k: Tensor, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
     """Raise ValueError unless the kernels can write dk and dv."""
     dtypes = [torch.float32] if accumulate else [torch.float32, k.dtype]
     for name, x in (("dk", dk), ("dv", dv)):
@@ -383,8 +382,8 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    hop: HopRectangle, dk: Tensor, dv: Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
+) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
     If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
@@ -433,12 +432,12 @@ class Tables(NamedTuple):
     """
 
     begins: TensorDescriptor | None = None
-    walks: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    walks: tuple[Tensor | None, Tensor | None] = (None, None)
     heads_together: int = 1
     down: bool = False
     lap: int = 0
     num_walks: int = 0
-    summed: torch.Tensor | None = None
+    summed: Tensor | None = None
 
 
 class HopRectangle(NamedTuple):
@@ -454,7 +453,7 @@ class HopRectangle(NamedTuple):
     second_shift: int
     stop_shift: int
     has_bounds: bool
-    bounds: tuple[torch.Tensor, ...]
+    bounds: tuple[Tensor, ...]
     two_sided: bool = False
     has_begins: bool = False
 
@@ -538,17 +537,17 @@ def _second_band(mask: Mask) -> Region | None:
     return below
 
 
-def first_keys(mask: Mask, device: torch.device) -> torch.Tensor:
+def first_keys(mask: Mask, device: torch.device) -> Tensor:
     """Return `mask.begins` for whole blocks of 64 rows on a device, (1, rows), cached with the mask."""
 
-    def make() -> torch.Tensor:
+    def make() -> Tensor:
         (first,) = upload(device, torch.nn.functional.pad(mask.begins(), (0, -mask.seqlen_q % 64))[None])
         return first
 
     return mask.cached(("begins", torch.device(device)), make)
 
 
-def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def row_tile(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of `rows` rows of one head of x (batch, seqlen, heads, head_dim)."""
     # Rows next to columns: TMA moves a box as two-dimensional slices.
     (batch, seqlen, heads, head_dim), (of_batch, of_row, of_head, one) = x.shape, x.stride()
@@ -556,7 +555,7 @@ def row_tile(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return Descriptor(x, *geometry(shape, strides, (1, 1, rows, columns), x.dtype))
 
 
-def _piece_descriptors(x: torch.Tensor, columns: tuple[int, ...]) -> _Pieces:
+def _piece_descriptors(x: Tensor, columns: tuple[int, ...]) -> _Pieces:
     """Return descriptors of 64 rows of one head of x, one for each piece of its columns."""
     return _padded([row_tile(x, 64, n) for n in columns])
 

@@ -11,6 +11,9 @@ in fp32, its columns permuted within 32 (see `interleave`; the postprocess kerne
 
 The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
 (`dq.py`).
+
+If EARLY, a CTA takes several tiles, one after another from a counter, so that all are at about the same rows at a time.
+V of the next tile arrives while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
 """
 
 from ringflash_kernels.hopper.backward.dq import (
@@ -20,6 +23,7 @@ from ringflash_kernels.hopper.backward.dq import (
     add_third,
     dq_buffer,
     dq_staging,
+    numbered_staging,
     send_dq,
     wait_for_buffer,
     wait_until_read,
@@ -39,12 +43,14 @@ from ringflash_kernels.hopper.compat import (
     MANY_ADDRESSES,
     aggregate,
     arrive_after,
+    draw,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     named_barrier,
     opaque,
+    publish,
     reinterpret,
     tma_load,
     tma_reduce_add,
@@ -92,6 +98,7 @@ class KeyShared:
     DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
     PARTS: gl.constexpr
+    EARLY: gl.constexpr
 
 
 @gluon.jit
@@ -119,8 +126,26 @@ def _load_queries(sm, problem, descs, batch, head, block, step):
 
 
 @gluon.jit
+def _hand_on(drawn_ptr, index):
+    """Tell the consumers which tile follows, by way of global memory: they see it with the arrival of its keys."""
+    publish(drawn_ptr + 2 + gl.program_id(0), index)
+
+
+@gluon.jit
 def _load(
-    sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc
+    sm,
+    problem,
+    q0_desc,
+    q1_desc,
+    k0_desc,
+    k1_desc,
+    v0_desc,
+    v1_desc,
+    dout0_desc,
+    dout1_desc,
+    stats_desc,
+    begins_desc,
+    drawn_ptr,
 ):
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
@@ -129,7 +154,8 @@ def _load(
     descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
@@ -140,11 +166,18 @@ def _load(
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        if sm.EARLY:
+            _hand_on(drawn_ptr, index)
         mbarrier.expect(full, 4 * nbytes)
+        if sm.EARLY:
+            for half in gl.static_range(2):
+                tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
+            mbarrier.wait(sm.kv_empty.index(1), (round & 1) ^ 1)
         for half in gl.static_range(2):
             row = key + half * 64
             tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
-            tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
+            if not sm.EARLY:
+                tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
             if R:
                 tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
                 tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
@@ -181,6 +214,17 @@ def _load(
                 g, block = problem.descend(g, block)
         else:
             step = load_in_rounds(sm, problem, _load_queries, descs, batch, first_head, start, stop, first, count, step)
+        if sm.EARLY:
+            index = draw(drawn_ptr) + gl.num_programs(0)
+        else:
+            index += gl.num_programs(0)
+    if sm.EARLY:
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        _hand_on(drawn_ptr, index)
+        mbarrier.arrive(sm.kv_full.index(0), count=1)
+        if draw(drawn_ptr + 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+            gl.store(drawn_ptr, 0)
+            gl.store(drawn_ptr + 1, 0)
 
 
 @gluon.jit
@@ -278,7 +322,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
             keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             first_row, stop_row = problem.rows_seeing(keys)
         columns = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        if R or (MANY_ADDRESSES and not sm.ORDERED and not sm.KV_IN_REGISTERS):  # fewer spills, or faster
+        if R or (MANY_ADDRESSES and not sm.ORDERED):  # fewer spills, or faster
             inside = problem.within(block * 64 + columns, first_row, stop_row)
         else:
             inside = problem.within_block(block * 64, columns, first_row, stop_row)
@@ -332,9 +376,13 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
     """Compute dQ of a tile's last block, whose step is `step` - 1, and let it leave."""
     last, parity = slot_of(step - 1, 2)
+    if sm.EARLY:
+        mbarrier.arrive(sm.kv_empty.index(0), count=1)
     mbarrier.wait(sm.ds_full.index(last), parity)
     dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
+    if sm.EARLY:
+        mbarrier.arrive(sm.kv_empty.index(1), count=1)
     wait_for_buffer(sm, step - 1, W)
     staged = dq_buffer(sm, step - 1, W)
     staged.store(interleave(dq, staged.shape[1]))
@@ -382,13 +430,18 @@ def _write_pieces(sm, desc0, desc1, x0, x1, coord, ADD: gl.constexpr, W: gl.cons
 
 @gluon.jit
 def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.constexpr):
-    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in its V and dQ buffers."""
+    """Add or store dK and dV of this consumer's 64 keys (fp32: in halves), staged in two buffers."""
     D: gl.constexpr = sm.SPLIT
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
     spare = dq_staging(sm, W)
+    if sm.EARLY:
+        other = numbered_staging(sm, 1, W)
+        tma_store_wait(0)  # the previous tile may have written without a step in between
+    else:
+        other = sm.v0.index(W)
     if dk_desc.dtype == gl.float32:
-        left = reinterpret(sm.v0.index(W), gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
+        left = reinterpret(other, gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         right = reinterpret(spare, gl.float32, [1, 1, 64, D // 2], dv_desc.layout)
         at_right = [coord[0], coord[1], coord[2], D // 2]
         for which in gl.static_range(2):
@@ -400,13 +453,15 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.c
             _send(sm, dk_desc if which else dv_desc, at_right, right, ADD)
             tma_store_wait(0)
     else:
+        dv_staged = reinterpret(other, dtype, [1, 1, 64, D], dv_desc.layout)
         dk_staged = reinterpret(spare, dtype, [1, 1, 64, D], dk_desc.layout)
-        sm.v0.index(W).reshape([64, D]).store(dv.to(dtype))
+        dv_staged.reshape([64, D]).store(dv.to(dtype))
         dk_staged.reshape([64, D]).store(dk.to(dtype))
         fence_async_shared()
-        tma_store(dv_desc, at, sm.v0.index(W))
+        tma_store(dv_desc, at, dv_staged)
         tma_store(dk_desc, at, dk_staged)
-        tma_store_wait(0)
+        if not sm.EARLY:
+            tma_store_wait(0)
 
 
 @gluon.jit
@@ -421,7 +476,7 @@ def _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord
 
 
 @gluon.jit
-def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, W: gl.constexpr):
+def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, W: gl.constexpr):
     """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -432,7 +487,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
     round = 0
     if W == 1:
         pass_turn(step, W)
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             _first, _count, stop = problem.walk(index)
@@ -453,6 +509,8 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_full.index(slot), parity)
             mbarrier.arrive(sm.q_empty.index(slot), count=1)
+            if sm.EARLY:
+                tma_store_wait(0)  # until dK and dV of the previous tile have been read
             sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
             fence_async_shared()
             mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
@@ -525,20 +583,31 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
                     _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, False, W)
             else:
                 _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, sm.ACCUMULATE, W)
-        mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        if not sm.EARLY:
+            mbarrier.arrive(sm.kv_empty.index(0), count=1)
+        elif start == stop:
+            mbarrier.arrive(sm.kv_empty.index(0), count=1)
+            mbarrier.arrive(sm.kv_empty.index(1), count=1)
         round += 1
+        if sm.EARLY:
+            mbarrier.wait(sm.kv_full.index(0), round & 1)
+            index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
+        else:
+            index += gl.num_programs(0)
+    if sm.EARLY:
+        tma_store_wait(0)
     if W == 0:
         take_turn(step, W)  # so that no barrier is left half full
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 1)
 
 
 @gluon.jit(
@@ -546,7 +615,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
         "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
-        "numbers_ptr", "num_blocks", "first_number",
+        "numbers_ptr", "num_blocks", "first_number", "drawn_ptr",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -555,26 +624,29 @@ def backward_keys(
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
     heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, numbers_ptr,
-    num_blocks, first_number, scale_log2, softmax_scale,
+    num_blocks, first_number, drawn_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
+    EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2 if EARLY else 1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
-    mbarrier.init(kv_empty.index(0), count=2)
+    for i in gl.static_range(2 if EARLY else 1):
+        mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -622,7 +694,8 @@ def backward_keys(
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
-        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE, PARTS,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
+        PARTS, EARLY,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
@@ -640,14 +713,14 @@ def backward_keys(
         sums = 0
     load_args = (
         sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
-        begins_desc
+        begins_desc, drawn_ptr,
     )  # fmt: skip
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
                 (_load, load_args),
                 (add_first, (sm, problem, order, dq0_desc, dq1_columns)),
                 (add_second, (sm, problem, order, dq0_desc, dq1_columns)),
@@ -659,8 +732,8 @@ def backward_keys(
     else:
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums)),
+                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
                 (_load, load_args),
             ],
             [4, 1],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ringflash_kernels.hopper.launcher import Launcher
 
@@ -80,14 +81,8 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 
 
 def preprocess(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    head_dim: int,
-    *,
-    zeros: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, head_dim: int, *, zeros: bool = True
+) -> tuple[Tensor, Tensor]:
     """Compute the statistics of every query row and allocate the dQ accumulator.
 
     Args:
@@ -114,7 +109,7 @@ def preprocess(
     return stats, dq
 
 
-def postprocess(acc: torch.Tensor, dq: torch.Tensor, softmax_scale: float) -> None:
+def postprocess(acc: Tensor, dq: Tensor, softmax_scale: float) -> None:
     """Write softmax_scale * acc to dq, with the columns back in order.
 
     Args:

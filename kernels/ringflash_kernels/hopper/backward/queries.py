@@ -26,6 +26,7 @@ from ringflash_kernels.hopper.compat import (
     gluon,
     mbarrier,
     named_barrier,
+    opaque,
     start_of,
     tma_load,
     tma_reduce_add,
@@ -190,7 +191,7 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(sm.full.index(slot), parity)
     x = gl.zeros([64, 64], gl.float32, layout)
-    rows = piece0.index(W).reshape([64, C])
+    rows = piece0.index(opaque(W)).reshape([64, C])
     keys = sm.kv0.index(slot).reshape([64, C])
     if H:
         x = warpgroup_mma(held, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
@@ -200,7 +201,7 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
         x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
     if R:
         last = sm.kv1.index(slot).reshape([64, R]).permute((1, 0))
-        x = warpgroup_mma(piece1.index(W).reshape([64, R]), last, x, is_async=True)
+        x = warpgroup_mma(piece1.index(opaque(W)).reshape([64, R]), last, x, is_async=True)
     return x
 
 

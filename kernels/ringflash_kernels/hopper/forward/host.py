@@ -9,6 +9,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.compat import TensorDescriptor
@@ -36,7 +37,7 @@ class LaunchArgs(NamedTuple):
     arguments: tuple
 
 
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why the kernel cannot take these tensors, whatever their device, or None if it can."""
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"dtype {q.dtype} (fp16 or bf16)"
@@ -57,15 +58,15 @@ def _head_dims(head_dim: int, value_dim: int) -> str:
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
     """Compute attention over the visible pairs of `mask`, continuing the state (acc, lse) of other keys if given.
@@ -96,17 +97,17 @@ def forward(
 
 
 def build_launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None,
     num_sms: int,
-    counter: torch.Tensor,
+    counter: Tensor,
 ) -> LaunchArgs:
     """Return the launch that covers the rows of `mask.q_span`. If the mask is one region, q, k and v are cut to it.
 
@@ -154,7 +155,7 @@ def build_launch(
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
-def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None) -> None:
+def check_state(softmax_scale: float, out: Tensor, lse: Tensor, acc: Tensor | None) -> None:
     """Raise ValueError unless the kernel can take this scale and write these tensors."""
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale must be positive for impl='hopper', got {softmax_scale}; use impl='flash2'.")
@@ -166,7 +167,7 @@ def check_state(softmax_scale: float, out: torch.Tensor, lse: torch.Tensor, acc:
             raise ValueError(f"{name} must be addressable by TMA, got {problem}; make it contiguous.")
 
 
-def write_unseen_rows(out: torch.Tensor, lse: torch.Tensor, acc: torch.Tensor | None, rows: slice) -> None:
+def write_unseen_rows(out: Tensor, lse: Tensor, acc: Tensor | None, rows: slice) -> None:
     """Write rows that see no key and that no launch covers: empty without `acc`, otherwise `acc`, cast."""
     if rows.start == rows.stop:
         return
@@ -192,7 +193,7 @@ def band_of(region: Region) -> tuple[int, int]:
 
 
 def _descriptors(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, acc: torch.Tensor | None, tiles: ForwardTiles
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, acc: Tensor | None, tiles: ForwardTiles
 ) -> tuple[TensorDescriptor | None, ...]:
     """Return descriptors of q, k, v, out and acc for the first part of the head, then for the second if it differs.
 
@@ -209,9 +210,7 @@ def _descriptors(
     return *first, *second
 
 
-def _part_descriptors(
-    x: torch.Tensor, rows: int, parts: tuple[int, ...]
-) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+def _part_descriptors(x: Tensor, rows: int, parts: tuple[int, ...]) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """Return descriptors of tiles of both parts of a head; None for a second part of the first one's width."""
     second = None if parts[-1] == parts[0] else tile_descriptor(x, rows, parts[1])
     return tile_descriptor(x, rows, parts[0]), second
@@ -225,7 +224,7 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     return count
 
 
-def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
+def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Tensor:
     """Return the table of row tiles of the rows [first, end), most keys first: (tiles, 8) int32, cached with the mask.
 
     Columns: tile, first_seen, first_full, end_full, end_seen. Any row sees the keys [first_seen, end_seen), and
@@ -235,11 +234,11 @@ def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple
     return mask.cached(key, lambda: _new_tile_table(mask, device, rows_per_tile, rows))
 
 
-def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> torch.Tensor:
+def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Tensor:
     start, stop = (bound[slice(*rows)] for bound in mask.bounds())
     empty = start == stop
 
-    def extreme(values: torch.Tensor, of_empty: int, of_padding: int, reduce: str) -> torch.Tensor:
+    def extreme(values: Tensor, of_empty: int, of_padding: int, reduce: str) -> Tensor:
         values = values.masked_fill(empty, of_empty)
         values = torch.nn.functional.pad(values, (0, -len(values) % rows_per_tile), value=of_padding)
         return getattr(values.view(-1, rows_per_tile), reduce)(1)
@@ -266,13 +265,13 @@ _MAX_STREAMS = 256
 
 
 @functools.cache
-def _counters(device: torch.device) -> tuple[tuple[torch.Tensor, ...], dict[int, int]]:
+def _counters(device: torch.device) -> tuple[tuple[Tensor, ...], dict[int, int]]:
     zeros = torch.zeros(_MAX_STREAMS, 2, dtype=torch.int32, device=device)
     torch.cuda.current_stream(device.index).synchronize()  # before another stream launches with the zeros
     return zeros.unbind(), {}
 
 
-def tile_counter(device: torch.device) -> torch.Tensor:
+def tile_counter(device: torch.device) -> Tensor:
     """Return two zeros for the tile counter of a launch. Concurrent launches on two streams must not share them.
 
     Each launch in a CUDA graph gets its own: the graph may be replayed concurrently with other work of the stream on

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ringflash_kernels.hopper.compat import MANY_ADDRESSES
+
 
 @dataclass(frozen=True)
 class ForwardTiles:
@@ -86,7 +88,16 @@ FORWARD_TILES = {
 
 NARROW_FORWARD_TILES = {
     # Latent attention: as head_dim 128, with a longer Q K^T. Two stages of 80 KB leave no room for results.
-    (192, 128): ForwardTiles((128, 64), num_warpgroups=2, block_n=128, num_stages=2, stage_in_q=True, narrow=128),
+    (192, 128): ForwardTiles(
+        (128, 64),
+        num_warpgroups=2,
+        block_n=128,
+        num_stages=2,
+        stage_in_q=True,
+        narrow=128,
+        rescale_late=bool(MANY_ADDRESSES),
+        turns=bool(MANY_ADDRESSES),
+    ),
 }
 
 

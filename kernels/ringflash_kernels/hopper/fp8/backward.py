@@ -10,6 +10,7 @@ S is recomputed from the operands of the forward, so that rows of P sum to 1. Pr
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, check_num_kv_heads, check_products, check_row_max
@@ -55,17 +56,17 @@ class Fp8Backward:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         *,
         num_kv_heads: int,
         softmax_scale: float,
-        dlse: torch.Tensor | None = None,
+        dlse: Tensor | None = None,
         deterministic: bool = False,
         products: str = "bf16",
-        row_max: torch.Tensor | None = None,
+        row_max: Tensor | None = None,
         num_keys: int | None = None,
     ) -> None:
         check_products(products, q.shape[-1], deterministic)
@@ -82,16 +83,7 @@ class Fp8Backward:
                     dout, q, out, lse, num_kv_heads, softmax_scale, dlse, products, row_max, num_keys
                 )
 
-    def add(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: Mask,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        *,
-        accumulate: bool = True,
-    ) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Add the gradients of the visible pairs; see `api.BackwardPass`."""
         host.check_gradients(k, dk, dv, accumulate)
         if isinstance(self._pass, _Dequantised):
@@ -101,9 +93,7 @@ class Fp8Backward:
         else:
             self.add_records(quantise_kv(k, v, for_backward=True), mask, dk, dv, accumulate=accumulate)
 
-    def add_records(
-        self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, *, accumulate: bool = True
-    ) -> None:
+    def add_records(self, records: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
         """Compute `add` of quantised keys.
 
         Args:
@@ -113,7 +103,7 @@ class Fp8Backward:
         with device_guard(dk.device):
             self._pass.add(records, mask, dk, dv, accumulate)
 
-    def finish(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: see `api.BackwardPass`."""
         out = host.checked_dq(self.q, out)
         with device_guard(self.q.device):
@@ -126,12 +116,12 @@ class _Dequantised:
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         softmax_scale: float,
-        dlse: torch.Tensor | None,
+        dlse: Tensor | None,
         deterministic: bool,
     ) -> None:
         scale = softmax_scale / dout.shape[-1]
@@ -141,19 +131,17 @@ class _Dequantised:
             deterministic=deterministic,
         )  # fmt: skip
 
-    def write_dq(self, out: torch.Tensor) -> None:
+    def write_dq(self, out: Tensor) -> None:
         """Write dQ, rotated back."""
         scale = self.softmax_scale / out.shape[-1]
         add_rotated_back(_by_rows(self._backward.accumulated_dq(), out), out, scale, interleaved=True)
 
-    def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+    def add(self, records: Tensor, mask: Mask, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
         keys = KeyOperands(records, dk.shape[-1], self._lse, mode="bf16", softmax_scale=self.softmax_scale)
         k, v = (cut(x, 1, (0, mask.seqlen_k)) for x in (keys.k, keys.v))
         self.add_dequantised(k, v, mask, dk, dv, accumulate)
 
-    def add_dequantised(
-        self, k: torch.Tensor, v: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool
-    ) -> None:
+    def add_dequantised(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
         """Compute `add` of the rotated k, and v."""
         # A second rounding of dK to bf16 is small beside those to e4m3.
         dtype = torch.float32 if accumulate or dk.dtype == torch.float16 else dk.dtype
@@ -172,15 +160,15 @@ class _Products(host.HopperBackward):
 
     def __init__(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        dout: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
         num_kv_heads: int,
         softmax_scale: float,
-        dlse: torch.Tensor | None,
+        dlse: Tensor | None,
         products: str,
-        row_max: torch.Tensor | None,
+        row_max: Tensor | None,
         num_keys: int | None,
     ) -> None:
         self.tiles = BACKWARD_TILES[q.shape[-1]]
@@ -199,7 +187,7 @@ class _Products(host.HopperBackward):
         self._views = {}
         self._added = False
 
-    def add(self, records: torch.Tensor, mask: Mask, dk: torch.Tensor, dv: torch.Tensor, accumulate: bool) -> None:
+    def add(self, records: Tensor, mask: Mask, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
         """See `Fp8Backward.add_records`."""
         hop = hop_of(mask, dk.device, aligned=(BLOCK_Q, BLOCK_K))
         group = self._group(dk, hop)
@@ -210,7 +198,7 @@ class _Products(host.HopperBackward):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
 
-    def write_dq(self, out: torch.Tensor) -> None:
+    def write_dq(self, out: Tensor) -> None:
         """Write dQ, rotated back and with the factors of its rows."""
         scale = self.softmax_scale / out.shape[-1]
         add_rotated_back(
@@ -218,14 +206,7 @@ class _Products(host.HopperBackward):
         )  # fmt: skip
 
     def _launch(
-        self,
-        records: torch.Tensor,
-        mask: Mask,
-        hop: HopRectangle,
-        group: int,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        accumulate: bool,
+        self, records: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
     ) -> None:
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
@@ -285,11 +266,11 @@ class _Products(host.HopperBackward):
         return q8, q1, dout8, dout1
 
 
-def _by_rows(dq: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _by_rows(dq: Tensor, out: Tensor) -> Tensor:
     """Return dq (batch * num_heads, seqlen_q, head_dim) in the order of dimensions of `out`."""
     return dq.unflatten(0, (out.shape[0], -1)).transpose(1, 2)
 
 
-def _key_tile(x: torch.Tensor, shape: tuple[int, int]) -> TensorDescriptor:
+def _key_tile(x: Tensor, shape: tuple[int, int]) -> TensorDescriptor:
     """Return a descriptor of 64 keys of one record: (batch, num_blocks, num_kv_heads, 128, head_dim), or transposed."""
     return block_descriptor(x.transpose(1, 2), (1, 1, 1, *shape))

@@ -33,6 +33,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, E4M3, SMALLEST_FACTOR, TAIL_BYTES
 from ringflash_kernels.hopper.compat import gl, gluon
@@ -298,15 +299,15 @@ _ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps)
 
 
 def statistics(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    row_max: torch.Tensor,
-    largest_q: torch.Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    row_max: Tensor,
+    largest_q: Tensor,
     num_kv_heads: int,
     dq_dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
     Args:
@@ -342,9 +343,7 @@ class QueryOperands:
     head_dim, padded seqlen_q), in bf16 as dout8. stats: (batch * num_heads, 2, padded seqlen_q). factor: of rows of dQ.
     """
 
-    def __init__(
-        self, dout: torch.Tensor, q: torch.Tensor, rows: torch.Tensor, maxima: torch.Tensor, *, fp8_gradients: bool
-    ) -> None:
+    def __init__(self, dout: Tensor, q: Tensor, rows: Tensor, maxima: Tensor, *, fp8_gradients: bool) -> None:
         batch, seqlen, num_heads, head_dim = q.shape
         padded = rows.shape[2]
         self.dout8 = q.new_empty(q.shape, dtype=E4M3)
@@ -373,14 +372,7 @@ class KeyOperands:
     """
 
     def __init__(
-        self,
-        records: torch.Tensor,
-        head_dim: int,
-        maxima: torch.Tensor,
-        *,
-        mode: str,
-        softmax_scale: float,
-        has_unit: bool = False,
+        self, records: Tensor, head_dim: int, maxima: Tensor, *, mode: str, softmax_scale: float, has_unit: bool = False
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
         shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
@@ -404,7 +396,7 @@ class KeyOperands:
         )  # fmt: skip
 
 
-def rescale(dq: torch.Tensor, maxima: torch.Tensor) -> None:
+def rescale(dq: Tensor, maxima: Tensor) -> None:
     """Bring dQ of earlier hops to the unit of the last one. dq: (batch * num_heads, seqlen_q, head_dim), fp16."""
     _RESCALE(
         (), _RESCALE_PARTS * dq.shape[0], dq, maxima, dq.shape[1] * dq.shape[2], dq.shape[0] // maxima.shape[0],
@@ -412,7 +404,7 @@ def rescale(dq: torch.Tensor, maxima: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def parts(records: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of records: k8 and v8 (batch, num_blocks, num_kv_heads, 128, head_dim), and fp32 scales."""
     size = BLOCK_K * head_dim
     k8, v8, tail = records.split((size, size, TAIL_BYTES), -1)
@@ -421,12 +413,12 @@ def parts(records: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def add_rotated_back(
-    x: torch.Tensor,
-    out: torch.Tensor,
+    x: Tensor,
+    out: Tensor,
     scale: float,
     *,
-    factor: torch.Tensor | None = None,
-    maxima: torch.Tensor | None = None,
+    factor: Tensor | None = None,
+    maxima: Tensor | None = None,
     interleaved: bool = False,
     accumulate: bool = False,
 ) -> None:

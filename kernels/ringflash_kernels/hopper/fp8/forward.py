@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, CENTRE, OFFSET, TAIL_BYTES, Rows
@@ -403,17 +404,7 @@ def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def step(
-    acc,
-    reference,
-    row_sum,
-    kv,
-    key,
-    rows,
-    shared,
-    barriers,
-    MASKED: gl.constexpr,
-    W: gl.constexpr,
-    V: gl.constexpr,
+    acc, reference, row_sum, kv, key, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
 ):
     """Process the block at `key` from S to O += P' V, while the other warpgroups' products run."""
     index, phase = slot(kv, V.tiles.num_stages)
@@ -623,15 +614,15 @@ _LAUNCHER = Launcher(forward_fp8)
 
 def forward(
     rows: Rows,
-    records: torch.Tensor,
+    records: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None = None,
     num_sms: int | None = None,
-    row_max: torch.Tensor | None = None,
+    row_max: Tensor | None = None,
 ) -> None:
     """Compute attention of quantised operands over the visible pairs of `mask`, continuing (acc, lse) if given.
 
@@ -662,16 +653,16 @@ def forward(
 
 def build_launch(
     rows: Rows,
-    records: torch.Tensor,
+    records: Tensor,
     mask: Mask,
     softmax_scale: float,
     *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None,
-    row_max: torch.Tensor | None = None,
+    out: Tensor,
+    lse: Tensor,
+    acc: Tensor | None,
+    row_max: Tensor | None = None,
     num_sms: int,
-    counter: torch.Tensor,
+    counter: Tensor,
 ) -> LaunchArgs:
     """Return the launch that covers the rows of `mask.q_span`, from the block of q that holds the first.
 
@@ -726,7 +717,7 @@ def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool, starts: bo
 
 
 def _descriptors(
-    q8: torch.Tensor, records: torch.Tensor, out: torch.Tensor, acc: torch.Tensor, tiles: Fp8Tiles
+    q8: Tensor, records: Tensor, out: Tensor, acc: Tensor, tiles: Fp8Tiles
 ) -> tuple[TensorDescriptor, ...]:
     """Return descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]

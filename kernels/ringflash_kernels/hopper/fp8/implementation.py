@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ringflash_kernels.fp8_reference import HEAD_DIMS, Rows
 from ringflash_kernels.hopper import implementation as exact
-from ringflash_kernels.hopper.implementation import collect, publish
+from ringflash_kernels.hopper.implementation import collect as collect
+from ringflash_kernels.hopper.implementation import publish as publish
 from ringflash_kernels.mask import Mask
 
-__all__ = [
-    "begin_backward", "collect", "forward", "forward_rows", "publish", "quantise_kv", "quantise_q", "unsupported",
-]  # fmt: skip
 
-
-def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return the reason why this implementation cannot take the call, or None if it can.
 
     Raises:
@@ -27,40 +24,26 @@ def unsupported(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None
     return exact.unsupported(q, k, v)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask,
-    softmax_scale: float,
-    *,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    acc: torch.Tensor | None = None,
-    num_sms: int | None = None,
-    row_max: torch.Tensor | None = None,
-) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
     """See `api.attention_forward`; arguments are checked there. `num_sms`: multiprocessors to use, default all."""
-    records = quantise_kv(k, v, for_backward=False)
-    state = {"out": out, "lse": lse, "acc": acc, "row_max": row_max}
-    forward_rows(quantise_q(q), records, mask, softmax_scale, num_sms=num_sms, **state)
+    forward_rows(quantise_q(q), quantise_kv(k, v, for_backward=False), mask, softmax_scale, **state)
 
 
-def forward_rows(rows: Rows, records: torch.Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
+def forward_rows(rows: Rows, records: Tensor, mask: Mask, softmax_scale: float, **state: Any) -> None:
     """Compute `forward` of quantised operands; see `fp8_reference.forward_rows`."""
     from ringflash_kernels.hopper.fp8 import forward
 
     forward.forward(rows, records, mask, softmax_scale, **state)
 
 
-def quantise_q(q: torch.Tensor) -> Rows:
+def quantise_q(q: Tensor) -> Rows:
     """Return the rounded queries; see `fp8_reference.quantise_q`."""
     from ringflash_kernels.hopper.fp8 import quantise
 
     return quantise.quantise_q(q)
 
 
-def quantise_kv(k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def quantise_kv(k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Return the records of k and v; see `fp8_reference.quantise_kv`."""
     from ringflash_kernels.hopper.fp8 import quantise
 

@@ -7,6 +7,7 @@ then the others after a change of layout), finds the largest finite value, and r
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.fp8_reference import (
@@ -264,7 +265,7 @@ _ROWS, _RECORDS = (
 )
 
 
-def quantise_q(q: torch.Tensor) -> Rows:
+def quantise_q(q: Tensor) -> Rows:
     """See `fp8_reference.quantise_q`.
 
     Args:
@@ -273,45 +274,45 @@ def quantise_q(q: torch.Tensor) -> Rows:
     return _rows(q, None)
 
 
-def quantise_and_measure_q(q: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+def quantise_and_measure_q(q: Tensor) -> tuple[Rows, Tensor]:
     """Return `quantise_q`, and the largest finite |q| of each block of rows: (batch, num_heads, num_blocks), fp32."""
     largest = _of_blocks(q)
     return _rows(q, largest), largest
 
 
-def _rows(q: torch.Tensor, largest: torch.Tensor | None) -> Rows:
+def _rows(q: Tensor, largest: Tensor | None) -> Rows:
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
     scales = _of_blocks(q)
     _quantise_rows(q, values, scales, largest)
     return Rows(values, scales)
 
 
-def _of_blocks(q: torch.Tensor) -> torch.Tensor:
+def _of_blocks(q: Tensor) -> Tensor:
     """Return memory for a number of each block of rows of q: (batch, num_heads, num_blocks), fp32."""
     return q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), dtype=torch.float32)
 
 
-def dequantised_q(q: torch.Tensor) -> torch.Tensor:
+def dequantised_q(q: Tensor) -> Tensor:
     """Return `quantise_q` of q times its scales, still rotated: (batch, seqlen_q, num_heads, head_dim), bf16, exact."""
     return _dequantised(q, BLOCK_Q, rotated=True)
 
 
-def dequantised_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantised_kv(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rounded k, still rotated, and v of `quantise_kv` as `dequantised_q` does."""
     return _dequantised(k, BLOCK_K, rotated=True), _dequantised(v, BLOCK_K, rotated=False)
 
 
-def _dequantised(x: torch.Tensor, rows: int, *, rotated: bool) -> torch.Tensor:
+def _dequantised(x: Tensor, rows: int, *, rotated: bool) -> Tensor:
     values = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     _quantise_rows(x, values, None, rows=rows, rotated=rotated)
     return values
 
 
 def _quantise_rows(
-    q: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
-    largest: torch.Tensor | None = None,
+    q: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    largest: Tensor | None = None,
     *,
     rows: int = BLOCK_Q,
     rotated: bool = True,
@@ -332,13 +333,8 @@ def _quantise_rows(
 
 
 def quantise_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    for_backward: bool,
-    out: torch.Tensor | None = None,
-    numbers: torch.Tensor | None = None,
-) -> torch.Tensor:
+    k: Tensor, v: Tensor, *, for_backward: bool, out: Tensor | None = None, numbers: Tensor | None = None
+) -> Tensor:
     """See `fp8_reference.quantise_kv`.
 
     Args:
@@ -363,6 +359,6 @@ def quantise_kv(
     return out
 
 
-def _with_unit_stride(x: torch.Tensor) -> torch.Tensor:
+def _with_unit_stride(x: Tensor) -> Tensor:
     """Return x, or a copy if the columns of a row are not adjacent, which the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,6 +1,6 @@
 """Processor time of the host for a new mask of a million tokens in 10,000 documents, of one rank of eight. No GPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/mask_host_time.py [--json out.json]
+    OMP_NUM_THREADS=1 python benchmarks/studies/mask_host_time.py [--json out.json]
 
 plan: the order of the documents, which keys each rank needs, and regions. tables: what the kernels read, forward and
 backward. Both are made once for all layers of a step. The least of some repetitions is reported, and the load of the
