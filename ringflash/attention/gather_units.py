@@ -170,7 +170,7 @@ class BackwardUnits(UnitWork):
         self.passes: dict[int, BackwardPass] = {}
 
     def begin(self, section: int) -> None:
-        """Compute the row sums of dO and O, make fp32 zeros for dQ, and with FP8 round the queries and dO.
+        """Compute the row sums of dO and O, make zeros for dQ, and with FP8 round the queries and dO.
 
         All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
         """

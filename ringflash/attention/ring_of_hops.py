@@ -82,7 +82,8 @@ class RingOfHops:
 
         Returns:
             dq: as q.  dk, dv: as k, v.
-        Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once.
+        Numerics: dq, dk and dv are summed in fp32 (fp64 for fp64), always in the order of the steps, and cast once;
+            with products of the backward in FP8, dq of up to 131,072 keys in fp16.
         """
         dout, dlse, q, k, v, out, lse, row_max = inputs
         dq = _empty(q)

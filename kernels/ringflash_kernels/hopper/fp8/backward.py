@@ -34,7 +34,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
-_KEYS_IN_16_BITS = 2**17
+_KEYS_IN_16_BITS = 2**17  # whose dQ fp16 holds: 1,024 random sums add an error of 0.5%, equal ones at most 6%
 _FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
 _KEYS = Launcher(backward_keys_fp8)
