@@ -230,7 +230,7 @@ def triton_3_9() -> str:
             if direction == result["pass"] and f"3.6 {name}" in tflops:
                 of_head.setdefault((name, direction), []).append(tflops[f"3.9 {name}"] / tflops[f"3.6 {name}"])
     rows = [[head, *(_spread(of_head.get(name, [])) for name in names)] for head, of_head in sorted(ratios.items())]
-    about = run["environment"]["3.9"]
+    about = run["environment"]
     line = (
         f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}; ratio 3.9 / 3.6:"
     )

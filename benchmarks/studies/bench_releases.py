@@ -31,7 +31,7 @@ ROWS = [(row, d) for row in sorted(bench.ROWS, key=lambda row: row.seqlen) for d
 
 def answer() -> None:
     """Build the rows and take the samples that standard input asks for; print a line of JSON for each."""
-    print(json.dumps(describe()), flush=True)
+    print(json.dumps(describe()["triton"]), flush=True)
     teams = [bench.ours(), bench.ours(deterministic=True)]
     runs: dict[str, bench.Run] = {}
     for line in sys.stdin:
@@ -58,8 +58,8 @@ class Release:
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen([sys.executable, __file__], env=os.environ | {"PYTHONPATH": path}, **pipes)
-        self.environment = self._read()
-        self.name = ".".join(self.environment["triton"].split(".")[:2])
+        self.triton = self._read()
+        self.name = ".".join(self.triton.split(".")[:2])
 
     def ask(self, question: Any) -> Any:
         """Send a line and return the answer."""
@@ -75,6 +75,7 @@ def main(path: Path, folders: list[str]) -> None:
     """Write the samples of every row to a JSON file, and again after each row."""
     random.seed(5)
     releases = [Release(folder) for folder in folders]
+    about = describe() | {"triton": " and ".join(release.triton for release in releases)}
     results = []
     for index, (row, direction) in enumerate(ROWS):
         runs = [(release, name) for release in releases for name in release.ask(index)]
@@ -86,7 +87,6 @@ def main(path: Path, folders: list[str]) -> None:
                 samples[f"{release.name} {name}"].append(flops / release.ask([name, repeats]) / 1e9)
         tflops = {name: statistics.median(values) for name, values in samples.items()}
         results.append({"row": str(row), "pass": direction, "tflops": tflops, "samples": samples})
-        about = {release.name: release.environment for release in releases}
         path.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
 
 
