@@ -217,21 +217,20 @@ def _step(result: dict, step: dict) -> list[str]:
 
 def triton_3_9() -> str:
     """Tabulate the speed of kernels with triton 3.9, relative to 3.6: least, median and most by head_dim."""
-    first, second = (load(f"triton_3_{minor}_1xh100") for minor in (6, 9))
+    run = load("triton_releases_1xh200")
     names = {
         ("ringflash", "forward"): "forward",
         ("ringflash", "backward"): "backward",
         ("ringflash, deterministic", "backward"): "deterministic",
-        ("cuDNN", "forward"): "cuDNN forward",
     }
     ratios: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for before, after in zip(first["results"], second["results"], strict=True):
-        assert (before["row"], before["pass"]) == (after["row"], after["pass"])
-        for name, tflops in before["tflops"].items():
-            of_head = ratios.setdefault(before["row"].split()[0], {})
-            of_head.setdefault((name, before["pass"]), []).append(after["tflops"][name] / tflops)
+    for result in run["results"]:
+        of_head, tflops = ratios.setdefault(result["row"].split()[0], {}), result["tflops"]
+        for name, direction in names:
+            if direction == result["pass"] and f"3.6 {name}" in tflops:
+                of_head.setdefault((name, direction), []).append(tflops[f"3.9 {name}"] / tflops[f"3.6 {name}"])
     rows = [[head, *(_spread(of_head.get(name, [])) for name in names)] for head, of_head in sorted(ratios.items())]
-    about = second["environment"]
+    about = run["environment"]
     line = (
         f"`{about['command']}` on {about['device']}, torch {about['torch']}, commit {about['commit']}; ratio 3.9 / 3.6:"
     )

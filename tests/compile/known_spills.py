@@ -55,6 +55,8 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd96 bfloat16 ends window in parts": 1,
         "backward_keys hd96 bfloat16 band": 1,
         "backward_keys hd96 bfloat16 band store": 1,
+        "backward_keys hd64 bfloat16 band": 2,  # which is 3% faster
+        "backward_keys hd64 bfloat16 band store": 2,
         "backward_keys hd128 bfloat16 band": 1,
         "backward_keys hd128 bfloat16 band store": 1,
         "backward_keys hd128 bfloat16 band store fp32 out": 1,
@@ -63,7 +65,6 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,
-        "backward_queries hd256 bfloat16 band": 2,
         "forward_kernel hd128 bfloat16 bounds": 2,
         "forward_kernel hd128 bfloat16 ends window": 2,
         "forward_fp8 hd128 full": 1,

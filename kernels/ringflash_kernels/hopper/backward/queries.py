@@ -191,7 +191,8 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     mbarrier.wait(sm.full.index(slot), parity)
     x = gl.zeros([64, 64], gl.float32, layout)
-    rows = piece0.index(opaque(W)).reshape([64, C])
+    # At head_dim 256 the addresses of Q and dO would take registers, from which each product's has to be moved (R2UR).
+    rows = piece0.index(W if sm.EXP_UNDER_DP else opaque(W)).reshape([64, C])
     keys = sm.kv0.index(slot).reshape([64, C])
     if H:
         x = warpgroup_mma(held, keys.slice(0, H, dim=1).permute((1, 0)), x, use_acc=False, is_async=True)
@@ -200,8 +201,9 @@ def _product(sm, held, piece0, piece1, slot, parity, R: gl.constexpr, W: gl.cons
     else:
         x = warpgroup_mma(rows, keys.permute((1, 0)), x, use_acc=False, is_async=True)
     if R:
+        rest = piece1.index(W if sm.EXP_UNDER_DP else opaque(W))
         last = sm.kv1.index(slot).reshape([64, R]).permute((1, 0))
-        x = warpgroup_mma(piece1.index(opaque(W)).reshape([64, R]), last, x, is_async=True)
+        x = warpgroup_mma(rest.reshape([64, R]), last, x, is_async=True)
     return x
 
 

@@ -262,7 +262,10 @@ def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
     m may lag behind a row's maximum by SLACK. So it rarely changes after the first blocks, and O is rarely rescaled.
     """
     SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
-    block_max = over_lanes(maxima_of_rows(s, V.tiles.block_n // 2), V)
+    if V.tiles.block_n == 128:
+        block_max = over_lanes(maxima_of_rows(s, V.tiles.block_n // 2), V)
+    else:
+        block_max = gl.max(s, 1)
     new_max = gl.maximum(row_max, block_max * rows.scale)
     new_max = gl.where(new_max - row_max > SLACK, new_max, row_max)
     if MASKED:
