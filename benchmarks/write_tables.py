@@ -135,7 +135,14 @@ def _measured(result: dict, *packages: str, by: str = "") -> str:
     """
     about = result.get("environment", result)
     versions = ", ".join(f"{'NCCL' if name == 'nccl' else name} {about[name]}" for name in packages)
-    return f"`{by}{about['command']}` on {about['device']}, {versions}, commit {about['commit']}"
+    return f"{_command(about, by)} on {about['device']}, {versions}, commit {about['commit']}"
+
+
+def _command(about: dict, by: str = "") -> str:
+    """Quote the command of a result, and say if its script has moved since."""
+    name = about["command"].split()[0].removeprefix("benchmarks/")
+    moved = " (now in benchmarks/studies)" if (ROOT / "benchmarks" / "studies" / name).is_file() else ""
+    return f"`{by}{about['command']}`{moved}"
 
 
 def _cases(result: dict) -> str:
@@ -383,7 +390,7 @@ def documents_table(result: dict, column: str = "tokens of a document") -> str:
         cell = f"{row['balance_percent']:.0f} ({row['worst_percent']:.0f}); {row['shards']:.2g}; {row['messages']:.0f}"
         cells.setdefault((row["mix"], str(row["ranks"])), []).append(cell)
     about = result["environment"]
-    source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
+    source = f"{_command(about)}, commit {about['commit']}, {result['packings']} packings of each mix."
     return _page(source, (column, "ranks", *layouts), ((*which, *row) for which, row in cells.items()))
 
 
@@ -445,7 +452,7 @@ def steps_of_documents_table(result: dict) -> str:
         for row in result["steps"]
     )
     head = ("tokens of a document", "of a sequence", "sequences of a step", "shuffled", "mixed by length", "and sorted")
-    return _page(f"`{about['command']}`, commit {about['commit']}.", head, rows)
+    return _page(f"{_command(about)}, commit {about['commit']}.", head, rows)
 
 
 def steps_tables(result: dict) -> str:

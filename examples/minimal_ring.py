@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 examples/minimal_ring.py
 
 Each of n ranks holds two chunks of the sequence (its *shard*) and attends to all of it. On step t, rank r computes with
-the keys of rank r - t, while they travel around the ring. Nothing is imported from ringflash. The last lines compare
+the keys of rank r - t, then passes them to the next rank. Nothing is imported from ringflash. The last lines compare
 outputs and gradients with attention on one process, in fp64.
 
-ringflash differs in what a GPU needs: K/V are gathered a few heads at a time beside a fused kernel, chunks that a rank
-cannot see are neither sent nor computed, and the ranks agree on a call before it sends anything (ringflash/attention).
+ringflash differs in what a GPU needs: K/V of a few heads are gathered while a fused kernel computes the previous ones,
+chunks that a rank cannot see are neither sent nor computed, and the ranks agree on a call before it sends anything
+(ringflash/attention).
 """
 
 import torch

@@ -11,9 +11,10 @@ The folder, lower layers first:
                 kernels; on gloo a ring of hops: the K/V of one rank per step
     recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
     loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
-    wrap/, huggingface/, accelerate/, lightning/, deepspeed/, compat/   ring attention in your model and trainer
-    checkpoint/, data/, memory/                                         checkpoint files, token files, activation memory
-    verify/, testing/, commands/                                        comparison with dense attention, commands
+    wrap/, huggingface/, accelerate/, lightning/, deepspeed/, megatron/, torchtitan/, compat/
+                ring attention in your model and trainer
+    checkpoint/, data/, memory/     checkpoint files, token files, activation memory
+    verify/, testing/, commands/    comparison with dense attention, commands
 """
 
 from importlib import import_module

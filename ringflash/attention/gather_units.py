@@ -137,7 +137,7 @@ class ForwardUnits(UnitWork):
         heads = [count * self.sizes.heads_per_kv_head for count in self.sizes.heads]
         states = [
             buffer(f"out.{index}", (batch * rows * most * head_dim,), dtype, self.gathered.device)
-            for index, most in enumerate(sections.buffer_heads(tuple(heads)))
+            for index, most in enumerate(sections.buffer_sizes(tuple(heads)))
         ]
         return [
             states[section % 2][: batch * rows * count * head_dim].view(batch, rows, count, head_dim)

@@ -20,7 +20,7 @@ from ringflash.attention import sections, transfers
 from ringflash.attention.inputs import KVShape
 from ringflash.attention.operands import Operands
 from ringflash.attention.schedule import Gathering
-from ringflash.attention.sections import GatherSizes, Unit, buffer_heads
+from ringflash.attention.sections import GatherSizes, Unit, buffer_sizes
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
@@ -301,7 +301,7 @@ def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device
     travelling = tuple(math.prod(shapes[index]) for index in sizes.travelling)
     buffers = [
         buffer(f"kv.{index}", (most,), operands.dtype, device)
-        for index, most in enumerate(buffer_heads(travelling, num_buffers))
+        for index, most in enumerate(buffer_sizes(travelling, num_buffers))
     ]
     return [
         own[unit.section]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ringflash.attention import sections, transfers
 from ringflash.attention.gathered_buffers import GatheredKV, PassSizes, split_heads
 from ringflash.attention.schedule import Gathering
-from ringflash.attention.sections import Unit, buffer_heads
+from ringflash.attention.sections import Unit, buffer_sizes
 from ringflash.comm.transport.areas import FREE, READY, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
@@ -146,7 +146,7 @@ def _map_areas(
     """Reserve the buffers of gradients, and return views of this rank's and its readers'; None if not mapped."""
     row = sizes.shape.batch * sizes.line
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
-    elements = list(buffer_heads(needed, num_buffers))
+    elements = list(buffer_sizes(needed, num_buffers))
     memory.reserve("dkv", sum(elements) * dtype.itemsize)
     readers = {reader for keys in sizes.blocks for reader in transfers.readers(keys, memory.rank)}
     areas = {rank: memory.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, memory.rank}}
@@ -158,7 +158,7 @@ def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> lis
     leading, line = sizes.shape[:2], sizes.line
     buffers = [
         buffer(f"dkv.sum.{index}", (sizes.shape.batch * sizes.shape.rows * line * most,), dtype, device)
-        for index, most in enumerate(buffer_heads(sizes.heads))
+        for index, most in enumerate(buffer_sizes(sizes.heads))
     ]
     return [
         split_heads(buffers[section % 2], leading, (count,), (line,))[0] for section, count in enumerate(sizes.heads)

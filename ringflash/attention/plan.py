@@ -187,13 +187,13 @@ class CallPlan:
 
 planned: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
 _MAX_PLANNED = 32
-_MAX_PACKED = 8  # as in `schedule`: those of documents hold bounds in device memory, and are others in each step
+_MAX_PACKED = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
 
 
 def kept_plan(call: CallInputs) -> CallPlan | None:
     """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
 
-    Plans are kept for tensors that kernels can read, so these are such, too.
+    If there is one, kernels can read these tensors as they are: plans are kept only for such strides and addresses.
     """
     key = _key(call)
     return None if key is None else planned.get(key)

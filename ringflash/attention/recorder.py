@@ -1,4 +1,4 @@
-"""Recorder of a call, which sees launches and torch's operators of their own accord, and is told of the rest."""
+"""Recorder of a call. It observes launches and torch's operators; the call reports all else by `step` and `note`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hops of the ring and keys of the all-gather, for each rank. Pure Python, the same on every rank.
+"""Hops of the ring and keys of the all-gather, for each rank, computed on the host, and the same on every rank.
 
 `plan.py` calls `build` for a ring of hops, and `plan_gather` or `plan_blocks` for an all-gather by heads.
 

@@ -23,7 +23,7 @@ GIB, MIB = 1 << 30, 1 << 20
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
-MAX_BLOCK_STEPS = 8  # over NCCL, ranks whose keys are one block; of more, blocks of all heads need fewer messages
+MAX_BLOCK_STEPS = 8  # over NCCL, most ranks whose keys are one block. Beyond, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
 STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
 MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim. A smaller unit takes the host longer than the GPU
@@ -98,9 +98,9 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
 def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided | None) -> tuple[int, ...]:
     """Return how many ring distances each block of keys has, as `schedule.plan_blocks` takes them.
 
-    One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. It also
-    has several, if their kernels take long enough, over NCCL to more than MAX_BLOCK_STEPS ranks, which saves messages,
-    and with a single KV head, since no other section could hide its keys and gradients.
+    One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. Long
+    calls have several in two more cases: over NCCL with more than MAX_BLOCK_STEPS distances, to save messages, and with
+    a single KV head, because no other section could hide its keys and gradients.
 
     The first of several blocks is the rank's own keys, which need no transfer. The next ones and the last ones are
     small, since little hides their keys and their gradients.
@@ -170,14 +170,14 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
     return tuple(Unit(*unit, count - 1 if unit[1] else None) for unit, count in zip(order, counts, strict=True))
 
 
-def buffer_heads(heads: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
-    """Return the most heads that each buffer holds, if section i uses buffer i % num_buffers."""
-    return tuple(max(heads[index::num_buffers]) for index in range(min(num_buffers, len(heads))))
+def buffer_sizes(sizes: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
+    """Return the size of each buffer: the largest of the units that use it, which are each num_buffers-th one."""
+    return tuple(max(sizes[index::num_buffers]) for index in range(min(num_buffers, len(sizes))))
 
 
-def shared_buffer_heads(sections: Sections, num_buffers: int) -> tuple[int, ...]:
-    """Return `buffer_heads` of buffers that forward and backward share."""
-    return tuple(map(max, zip_longest(*(buffer_heads(heads, num_buffers) for heads in sections), fillvalue=0)))
+def shared_buffer_sizes(sections: Sections, num_buffers: int) -> tuple[int, ...]:
+    """Return `buffer_sizes` of buffers that forward and backward share."""
+    return tuple(map(max, zip_longest(*(buffer_sizes(heads, num_buffers) for heads in sections), fillvalue=0)))
 
 
 def choose_num_gradient_buffers(sizes: GatherSizes, heads: tuple[int, ...]) -> int:
@@ -211,9 +211,9 @@ def gather_bytes(sizes: GatherSizes) -> int:
     """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V."""
     (batch, _, num_kv_heads, head_dim), keys, dtype = sizes.kv, sizes.keys, sizes.dtype
     sections = choose_sections(sizes)
-    kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_heads(sections, NcclGather.num_buffers))
+    kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_sizes(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(sizes, sections.backward)
-    gradients = sum(buffer_heads(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows
+    gradients = sum(buffer_sizes(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows
     num_bytes = kv * keys * dtype.itemsize + gradients * state_dtype(dtype).itemsize
     return HEADER_BYTES + 2 * batch * head_dim * num_bytes
 

@@ -1,4 +1,4 @@
-"""Visible pairs of the queries of one shard and the keys of another, in local rows. Pure Python."""
+"""Visible pairs of the queries of one shard and the keys of another, in local rows, computed on the host."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Role(Enum):
     DROP = auto()
     ENTER = auto()  # changes the current stream, which commands do not need
     EARLY = auto()  # work of the host that may precede commands
-    LATE = auto()  # or follow them
+    LATE = auto()  # work of the host that may follow commands
 
 
 class RecordedStep(NamedTuple):
@@ -35,7 +35,7 @@ class RecordedStep(NamedTuple):
 
     Args:
         stream: the current stream that it needs, if it needs one.
-        commands: do the same.
+        commands: of the driver, which do what `step` does, if there are any.
     """
 
     role: Role

@@ -81,7 +81,7 @@ def form_of(tensors: Tensors) -> Hashable:
 
 
 def can_repeat(impl: str, device: torch.device, tensors: Tensors) -> bool:
-    """Return True if a call is a list of steps: all launches are observed, and nobody else observes or captures them.
+    """Return True if a call is a list of steps: all launches are observed, and no profiler or graph sees them.
 
     Kernels are compiled for tensors at multiples of 16 bytes.
     """

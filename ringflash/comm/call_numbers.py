@@ -132,7 +132,7 @@ def in_layer(name: str, training: bool) -> Iterator[None]:
 
 @contextmanager
 def in_row(index: int, count: int) -> Iterator[None]:
-    """Add to the name of a layer which of several rows its next call attends, so that ranks with other rows differ."""
+    """Add "row i of n" to the layer's name, so that ranks which attend different rows are found."""
     global _layer
     outer, _layer = _layer, f"{_layer or 'a layer'}, row {index} of {count}"
     try:
@@ -156,7 +156,7 @@ def word_in(area: Tensor) -> Tensor:
 
 
 # Host memory for words, by their number and the kind of device; that of calls which have been compared is used again.
-# None is given back to torch, which does not know of the driver's copies to it.
+# This memory is never given back to torch, which does not know of the driver's copies to it.
 _unused_words: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
 _host_words: list[Tensor] = []
 

@@ -113,7 +113,7 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Mesh of all ranks, over whose last axis parameters are sharded, and over whose first of two replicated."""
+        """Mesh of all ranks: parameters are sharded over its last axis, and replicated over its first of two."""
         if self._shard_mesh is None:
             raise RuntimeError(
                 "shard_mesh must be read after the processes have joined, got a strategy without a mesh; "

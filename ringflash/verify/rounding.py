@@ -42,8 +42,8 @@ def rounding_hint(checks: Iterable[Check], eps: float) -> str:
     if not may_be_rounding(checks, eps, _LITTLE):
         return ""
     return (
-        f"errors exceed those of {MOST_BASELINES} runs on one device a little, as a mistake does with every value of "
-        "--seed, and rounding with 1 in 100: repeat with others."
+        f"errors are slightly larger than those of {MOST_BASELINES} runs on one device. Repeat with other values of "
+        "--seed: a mistake fails with each of them, rounding with about 1 in 100."
     )
 
 

@@ -1,4 +1,4 @@
-"""All-to-all of heads in a host, and the ring between hosts, against dense attention in fp64. 4 to 8 CPU processes.
+"""All-to-all of heads in a host, and the ring between hosts, against dense attention in fp64. 4 or 6 CPU processes.
 
 Hosts are pretended: a mesh names them, or `this_host` is patched. Heads are exchanged by messages over gloo, and over
 shared memory and slow threads, as the copy engine does. Cases follow the splits; the ring between hosts has its own

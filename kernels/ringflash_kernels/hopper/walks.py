@@ -31,8 +31,9 @@ class Walks(NamedTuple):
         - `shifted`: columns by which its blocks are after the multiples of their size;
         - `ordered`: the row of `tiles` of the last tile above that visits these blocks, or -1;
         - `part`: in the first stretch of a part of a walk 1 + the tile's place among those of `summed`, else 0.
-    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: visits
-        of the tile that makes a visit, on average; of_long: visits of tiles with more than LONG_WALK.
+    blocks, masked: visits of all tiles, and those that are masked; longest: visits of one tile, at most; mean: length
+        of a walk, averaged over visits, so that long walks weigh more; of_long: visits of tiles with more than
+        LONG_WALK.
     summed: rows of the tiles whose walks are cut into parts, ascending, or None if there are none.
     """
 
@@ -123,7 +124,7 @@ def limits(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int
 
 
 def has_begins(mask: Mask) -> bool:
-    """Return whether some row sees only a part of the keys in whose interval of rows it is, as under a window."""
+    """Return whether some key is not seen by all rows of its interval: a window also limits what a row sees."""
 
     def make() -> bool:
         first, stop = mask.cached("transposed", mask.transposed).bounds()

@@ -111,7 +111,7 @@ class GroupAreas(Protocol):
         """
 
     def note(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work as `step` does, on the host alone, and return its result."""
+        """Run work as `step` does, on the host only, and return its result."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""

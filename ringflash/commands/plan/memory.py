@@ -10,7 +10,7 @@ reduce-scattered. D holds AdamW's temporaries in addition to its moments.
 
 from __future__ import annotations
 
-from ringflash.attention.sections import buffer_heads
+from ringflash.attention.sections import buffer_sizes
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
 from ringflash.commands.plan.ring import Ring, buffer_bytes, ring_of
 from ringflash.commands.plan.trace import SavedBytes
@@ -116,7 +116,7 @@ def attention_work_bytes(ring: Ring) -> int:
     """
     model, summed = ring.model, ring.model.q_size
     if ring.cp_size > 1:
-        summed = sum(buffer_heads(ring.sections.backward)) * model.q_size // model.num_kv_heads
+        summed = sum(buffer_sizes(ring.sections.backward)) * model.q_size // model.num_kv_heads
     return ring.rows * (summed * FP32 + (model.q_size + model.out_size + 2 * model.kv_size) * BF16)
 
 

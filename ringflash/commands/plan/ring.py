@@ -14,13 +14,13 @@ from ringflash.attention.sections import (
     HEADER_BYTES,
     GatherSizes,
     Sections,
-    buffer_heads,
+    buffer_sizes,
     choose_blocks,
     choose_num_gradient_buffers,
     choose_sections,
     fits_unbuffered,
     order_units,
-    shared_buffer_heads,
+    shared_buffer_sizes,
 )
 from ringflash.attention.ulysses import shared_kv_heads
 from ringflash.comm.transport import CopyEngine, NcclGather
@@ -141,16 +141,16 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
         num_buffers = (NcclGather if ring.on_network else CopyEngine).num_buffers
         rows = [block.num_rows for block in blocks]
         buffers = Sections(*(in_units(heads, rows) for heads in ring.sections))
-        keys = 2 * model.num_kv_heads + sum(shared_buffer_heads(buffers, num_buffers))
+        keys = 2 * model.num_kv_heads + sum(shared_buffer_sizes(buffers, num_buffers))
     arriving = [sum(reader.rank != rank for readers in block.readers for reader in readers) for block in blocks]
     stages = 2
     if not several:
         stages = choose_num_gradient_buffers(ring.sizes, heads)
-    gradients = sum(buffer_heads(in_units(heads, [block.capacity for block in blocks]), stages))
+    gradients = sum(buffer_sizes(in_units(heads, [block.capacity for block in blocks]), stages))
     states: float = gradients + max(in_units(heads, arriving))
     if several:
         output = model.num_heads // model.num_kv_heads * model.value_dim / (2 * model.kv_dim)
-        states += 2 * sum(buffer_heads(heads)) * (1 + output)
+        states += 2 * sum(buffer_sizes(heads)) * (1 + output)
     return HEADER_BYTES + int(ring.rows * model.kv_dim * (keys * ring.key_bytes + states * FP32))
 
 

@@ -1,4 +1,5 @@
-"""FP8 attention forward for compute capability 9.0, on the frame of the bf16 forward (`forward.kernel`).
+"""FP8 attention forward for compute capability 9.0, on the frame that it shares with the bf16 forward
+(`hopper.pipeline`).
 
 Q (64 rows), K and V (records of 128 keys) are e4m3, P too; scores, O and the softmax are fp32. What differs from bf16:
 
