@@ -29,7 +29,7 @@ UNQUOTED = {  # settings of the code, definitions, and what a table of the same 
         "up to 2 GiB; above", "up to 1.25 GiB, if",
     ],
     "docs/fp8.md": [
-        "about 5% in `out`", "about 1% of bf16's. FP8", "loss within 1% of", "within about 1% of bf16's in",
+        "about 5% in `out`", "about 1% of bf16's, and", "loss within 1% of", "within about 1% of bf16's in",
         "take 38 ms forward",
         "and 54 ms in", "it gains 2 to 8%,", "at most 4% anywhere", "3 to 5% at head_dim 256", "ends within 2% of",
         "it, within 2.5%, more", "by up to 1.8%.", "ended 2 to 3% higher", "end within 0.4% of bf16", "about 1% higher",
