@@ -32,9 +32,9 @@ from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs, KVShape
 from ringflash.attention.operands import Operands
+from ringflash.attention.recording.steps import Tensors
+from ringflash.attention.recording.tape import Tape, can_repeat, form_of
 from ringflash.attention.sections import GatherSizes, Unit
-from ringflash.attention.steps import Tensors
-from ringflash.attention.tape import Tape, can_repeat, form_of
 from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.areas import JoinAfterError
 from ringflash.comm.transport.lanes import Lanes, Marker

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
 from ringflash.attention.gather_units import BackwardUnits
-from ringflash.attention.tape import Tape
+from ringflash.attention.recording.tape import Tape
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.driver import CommandList
 from ringflash.comm.transport.copy_engine import CopyEngine

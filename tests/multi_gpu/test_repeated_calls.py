@@ -13,7 +13,7 @@ import torch
 
 import ringflash
 from ringflash.attention import gather_by_heads
-from ringflash.attention.tape import Tape
+from ringflash.attention.recording.tape import Tape
 from tests.helpers.pool import Context, Pool
 from tests.multi_gpu.conftest import Setup
 

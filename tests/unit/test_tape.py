@@ -24,9 +24,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ringflash.attention import gather_by_heads, recorder, repeated_launch, schedule, sections, step_lists, tape
+from ringflash.attention import gather_by_heads, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
+from ringflash.attention.recording import recorder, repeated_launch, step_lists, tape
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, driver, events
 from ringflash.comm.call_numbers import CallNumber

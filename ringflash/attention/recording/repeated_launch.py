@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ringflash.attention.steps import Repetition, Step
+from ringflash.attention.recording.steps import Repetition, Step
 from ringflash.comm.commands import Command
 from ringflash.comm.driver import driver, plain_launch
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash.attention.steps import Step, entering, issuing, recording, taking
+from ringflash.attention.recording.steps import Step, entering, issuing, recording, taking
 from ringflash.comm.commands import Command, record_command, wait_command
 from ringflash.comm.driver import Driver, driver
 from ringflash.comm.events import new_event

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention.steps import Tensors
+from ringflash.attention.recording.steps import Tensors
 
 
 class Slots:

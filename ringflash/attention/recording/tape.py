@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.attention.recorder import Recorder
-from ringflash.attention.steps import Repetition, Step, Tensors
+from ringflash.attention.recording.recorder import Recorder
+from ringflash.attention.recording.steps import Repetition, Step, Tensors
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.wait_timer import measuring

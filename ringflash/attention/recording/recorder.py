@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention.repeated_launch import repeat_launch
-from ringflash.attention.slots import Slots
-from ringflash.attention.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
-from ringflash.attention.steps import Repetition, Step, Tensors, dropping, entering, view_of
+from ringflash.attention.recording.repeated_launch import repeat_launch
+from ringflash.attention.recording.slots import Slots
+from ringflash.attention.recording.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
+from ringflash.attention.recording.steps import Repetition, Step, Tensors, dropping, entering, view_of
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import driver
 from ringflash.comm.transport.lanes import Commands, Lanes
