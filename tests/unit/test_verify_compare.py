@@ -178,7 +178,7 @@ def test_only_small_errors_in_float32_may_be_rounding(
     eps = torch.finfo(dtype).eps
     assert may_be_rounding(failed, eps) == rounding
     little = rounding and max(ratio or 0.0 for _, ratio in checks) < 2
-    assert ("repeat with others" in rounding_hint(failed, eps)) == little
+    assert ("Repeat with other values" in rounding_hint(failed, eps)) == little
 
 
 @pytest.mark.parametrize(("everywhere", "where"), [(False, "only at cp=N"), (True, "at cp=1 as well")])
