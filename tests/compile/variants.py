@@ -198,46 +198,31 @@ def _backward(
 def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
     q, k = _operands(head_dim, torch.bfloat16)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
+    row_max = lse if products == "fp8" else None
+
+    def backward_of(keys: torch.Tensor, num_keys: int | None = _TOKENS) -> fp8_backward.Fp8Backward:
+        return fp8_backward.Fp8Backward(
+            q, q, q, lse, num_kv_heads=keys.shape[2], softmax_scale=1.0, products=products, row_max=row_max,
+            num_keys=num_keys,
+        )  # fmt: skip
+
     for mask in ("band", "bounds", "ends", "ends window"):
         recorder.variant = f"hd{head_dim} {products} {mask}"
-        row_max = lse if products == "fp8" else None
-        run = fp8_backward.Fp8Backward(
-            q,
-            q,
-            q,
-            lse,
-            num_kv_heads=k.shape[2],
-            softmax_scale=1.0,
-            products=products,
-            row_max=row_max,
-            num_keys=_TOKENS,
-        )
+        run = backward_of(k)
         dk, dv = (torch.empty(k.shape) for _ in range(2))
         for _ in range(2):
             run.add(k, k, _MASKS[mask], dk, dv)
         run.finish()
     if products == "fp8":
         recorder.variant = f"hd{head_dim} {products} band fp32 dq"
-        run = fp8_backward.Fp8Backward(
-            q, q, q, lse, num_kv_heads=k.shape[2], softmax_scale=1.0, products=products, row_max=lse
-        )
+        run = backward_of(k, num_keys=None)
         run.add(k, k, _MASKS["band"], dk, dv)
         run.finish()
     overwritten = [(torch.bfloat16, q), (torch.float32, q)]  # each KV head has one query head
     for dtype, keys in [*overwritten, (torch.bfloat16, k)]:  # heads of a group add to the same bf16 sums
         recorder.variant = f"hd{head_dim} {products} band {'added' if keys is k else 'overwritten'} {str(dtype)[6:]}"
         dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
-        run = fp8_backward.Fp8Backward(
-            q,
-            q,
-            q,
-            lse,
-            num_kv_heads=keys.shape[2],
-            softmax_scale=1.0,
-            products=products,
-            row_max=lse,
-            num_keys=_TOKENS,
-        )
+        run = backward_of(keys)
         run.add(keys, keys, _MASKS["band"], dk, dv, accumulate=False)
 
 

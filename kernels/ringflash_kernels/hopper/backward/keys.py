@@ -133,20 +133,9 @@ def _hand_on(drawn_ptr, index):
 
 @gluon.jit
 def _load(
-    sm,
-    problem,
-    q0_desc,
-    q1_desc,
-    k0_desc,
-    k1_desc,
-    v0_desc,
-    v1_desc,
-    dout0_desc,
-    dout1_desc,
-    stats_desc,
-    begins_desc,
+    sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
     drawn_ptr,
-):
+):  # fmt: skip
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST

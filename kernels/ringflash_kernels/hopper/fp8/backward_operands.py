@@ -49,9 +49,8 @@ from ringflash_kernels.hopper.launcher import Launcher
 
 _RESCALE_PARTS = 8  # programs of a head
 _MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
-SCALES = (
-    8  # fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ; the rest is unused
-)
+# fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ; the rest is unused.
+SCALES = 8
 
 
 @triton.jit
