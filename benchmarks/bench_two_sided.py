@@ -108,12 +108,12 @@ def block_diffusion(blocks: int, size: int) -> SequenceMask:
 
 def whole(mask: SequenceMask) -> Mask:
     """Return the mask of a sequence on one rank."""
-    return schedule.build(mask, 1, 0, "contiguous").hops[0].mask
+    return schedule.plan_hops(mask, 1, 0, "contiguous").hops[0].mask
 
 
 def gathered(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> Mask:
     """Return the mask of a rank's queries and the keys that it gathers."""
-    return schedule.plan_gather(mask, cp_size, rank, layout).mask
+    return schedule.plan_single_block(mask, cp_size, rank, layout).mask
 
 
 CASES: dict[str, Callable[[], Mask]] = {

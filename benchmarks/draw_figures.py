@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS
 from benchmarks.summaries import H200
-from ringflash.attention.schedule import Schedule, build
+from ringflash.attention.schedule import Schedule, plan_hops
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
 
@@ -85,7 +85,7 @@ def _pairs(rank: int) -> Iterable[tuple[int, int, int, bool]]:
 
 
 def _schedule(rank: int) -> Schedule:
-    return build(SequenceMask(SEQLEN), CP_SIZE, rank, "zigzag")
+    return plan_hops(SequenceMask(SEQLEN), CP_SIZE, rank, "zigzag")
 
 
 def timeline(*, backward: bool) -> str:

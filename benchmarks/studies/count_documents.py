@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import describe
-from ringflash.attention.schedule import plan_gather
+from ringflash.attention.schedule import plan_single_block
 from ringflash.data.order import mix_lengths, shuffled
 from ringflash.sequence.mask import SequenceMask
 
@@ -82,7 +82,7 @@ def count_layout(layout: str, mask: SequenceMask, ranks: int) -> dict[str, float
     """
     work, keys, abroad, messages = [], [], [], []
     for rank in range(ranks):
-        found = plan_gather(mask, ranks, rank, layout)
+        found = plan_single_block(mask, ranks, rank, layout)
         received = [segment for segment in found.segments if segment.owner != rank]
         work.append(found.mask.num_visible)
         keys.append(sum(segment.size for segment in received) / TOKENS_PER_RANK)

@@ -61,7 +61,7 @@ FAMILIES: dict[str, Callable[[], SequenceMask]] = {
 
 def plan(mask: SequenceMask, name: str) -> Mask:
     """Return the mask of a rank's queries and the keys that it gathers."""
-    return schedule.plan_gather(mask, RANKS, RANK, name).mask
+    return schedule.plan_single_block(mask, RANKS, RANK, name).mask
 
 
 def tables(mask: Mask) -> None:

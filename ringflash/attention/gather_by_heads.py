@@ -31,7 +31,7 @@ from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, Gather
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs, KVShape
-from ringflash.attention.operands import Operands
+from ringflash.attention.kv_format import KVFormat
 from ringflash.attention.recording.steps import Tensors
 from ringflash.attention.recording.tape import Tape, can_repeat, form_of
 from ringflash.attention.sections import GatherSizes, Unit
@@ -81,10 +81,10 @@ class HeadGather(GatherCall):
 
     def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
         def make() -> GatheredKV:
-            operands = Operands.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
-            sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, operands.dtype)
+            kv_format = KVFormat.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
+            sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, kv_format.dtype)
             chosen = sections.choose_sections(sizes, len(self.blocks))
-            return GatheredKV.of(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), operands)
+            return GatheredKV.of(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), kv_format)
 
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)
 
@@ -117,7 +117,14 @@ class HeadGather(GatherCall):
     def _run(self, work: UnitWork, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
         masks, device = [block.mask for block in self.blocks], work.gathered.device
-        key = ("gather_by_heads", work.pass_name, self.impl, self.deterministic, *work.sizes.operands.widths, device)
+        key = (
+            "gather_by_heads",
+            work.pass_name,
+            self.impl,
+            self.deterministic,
+            *work.sizes.kv_format.head_dims,
+            device,
+        )
         known = all(mask.is_cached(key) for mask in masks)
         in_order = not known or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):

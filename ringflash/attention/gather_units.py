@@ -14,7 +14,7 @@ from ringflash.attention import sections
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs
-from ringflash.attention.schedule import Gathering
+from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.profiling import profiler_range
@@ -39,7 +39,7 @@ class GatherCall:
         queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
     """
 
-    blocks: tuple[Gathering, ...]
+    blocks: tuple[KeyBlock, ...]
     memory: GroupAreas
     impl: str
     softmax_scale: float
@@ -65,7 +65,7 @@ class UnitWork:
     def __init__(self, call: GatherCall, gathered: GatheredKV, q: Tensor) -> None:
         self.call, self.gathered, self.sizes = call, gathered, gathered.sizes
         self.q = self.sizes.by_section(q, 2)
-        self.seen = [block for block, keys in enumerate(call.blocks) if keys.mask.regions]
+        self.seen = [index for index, block in enumerate(call.blocks) if block.mask.regions]
 
     def compute(self, index: int, *needed: Marker) -> None:
         """Launch the kernel of a unit on the current lane, after its K/V have arrived.
@@ -103,7 +103,7 @@ class ForwardUnits(UnitWork):
         self.out, self.lse = self.sizes.by_section(out, 2), self.sizes.by_section(lse, 1)
         self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
         self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
-        self.forward = self.sizes.operands.forward(self.kernel)
+        self.forward = self.sizes.kv_format.forward_kernel(self.kernel)
         self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
@@ -113,16 +113,16 @@ class ForwardUnits(UnitWork):
         if unit.block == 0:
             with waiting(self.gathered.device):
                 self.call.memory.wait(*self.call.queries_arrived)
-            self.queries[unit.section] = self.sizes.operands.queries(self.q[unit.section], self.kernel)
+            self.queries[unit.section] = self.sizes.kv_format.pack_queries(self.q[unit.section], self.kernel)
 
     def _launch(self, index: int, unit: Unit) -> None:
         section, out, last = unit.section, self.out[unit.section], unit.block == self.seen[-1]
         carried = self.carried[section] if self.carried else out
         queries = self.queries.pop(section) if last else self.queries[section]
         kept = {} if self.row_max is None else {"row_max": self.row_max[section]}
-        operands, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
+        keys_values, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
         self.forward(
-            queries, *operands, mask, self.call.softmax_scale,
+            queries, *keys_values, mask, self.call.softmax_scale,
             out=out if last else carried, lse=self.lse[section],
             acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
         )  # fmt: skip
@@ -185,7 +185,7 @@ class BackwardUnits(UnitWork):
 
     def _launch(self, index: int, unit: Unit) -> None:
         mask, grads = self.call.blocks[unit.block].mask, self.returned.kernel_grads[index]
-        add = self.sizes.operands.add(self.passes[unit.section % 2])
+        add = self.sizes.kv_format.backward_kernel(self.passes[unit.section % 2])
         add(*self.gathered.keys_values[index], mask, *grads, accumulate=False)
 
     def finish_queries(self, section: int) -> None:

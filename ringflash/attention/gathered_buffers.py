@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ringflash.attention import sections, transfers
 from ringflash.attention.inputs import KVShape
-from ringflash.attention.operands import Operands
-from ringflash.attention.schedule import Gathering
+from ringflash.attention.kv_format import KVFormat
+from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import GatherSizes, Unit, buffer_sizes
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
 from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
@@ -43,14 +43,14 @@ class PassSizes:
         heads: KV heads of each section.
         shape: of a rank's k and v.
         heads_per_kv_head: query heads that share a KV head.
-        operands: form in which K and V travel.
+        kv_format: format in which K and V travel.
     """
 
-    blocks: tuple[Gathering, ...]
+    blocks: tuple[KeyBlock, ...]
     heads: tuple[int, ...]
     shape: KVShape
     heads_per_kv_head: int
-    operands: Operands
+    kv_format: KVFormat
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -71,19 +71,19 @@ class PassSizes:
     def of_gather(self) -> GatherSizes:
         """Sizes by which the heads were divided."""
         num_heads = self.shape.heads * self.heads_per_kv_head
-        return GatherSizes.of(self.blocks, self.shape, num_heads, self.operands.dtype)
+        return GatherSizes.of(self.blocks, self.shape, num_heads, self.kv_format.dtype)
 
     @property
     def area_lines(self) -> int:
         """Lines of one sequence and head in an area."""
-        return (self.shape.rows if self.buffered else self.blocks[0].capacity) // self.operands.keys
+        return (self.shape.rows if self.buffered else self.blocks[0].capacity) // self.kv_format.keys_per_line
 
     @cached_property
     def published(self) -> list[slice]:
         """KV heads that are published together: the first section of large K/V before the others."""
         batch, rows, num_kv_heads, _ = self.shape
-        lines = batch * -(-rows // self.operands.keys) * num_kv_heads
-        own_bytes = lines * self.operands.elements * self.operands.dtype.itemsize
+        lines = batch * -(-rows // self.kv_format.keys_per_line) * num_kv_heads
+        own_bytes = lines * self.kv_format.line_elements * self.kv_format.dtype.itemsize
         in_parts = len(self.heads) > 1 and own_bytes >= sections.PUBLISHED_BYTES
         ends = [0, *self.heads[:1], num_kv_heads] if in_parts else [0, num_kv_heads]
         return [slice(*both) for both in pairwise(ends)]
@@ -91,7 +91,7 @@ class PassSizes:
     @property
     def line(self) -> int:
         """Elements of a line of gradients: dK and dV of one head, for one key."""
-        return sum(self.operands.widths)
+        return sum(self.kv_format.head_dims)
 
     def name(self, unit: Unit) -> str:
         """Name a unit for errors and traces."""
@@ -123,7 +123,7 @@ class GatheredKV:
         own: K/V in this rank's area, flat.
         words: numbers of this call on this rank and on the owners.
         keys_values: K/V of each unit, as kernels take them.
-        moves: transfer of each unit, to be run in a lane.
+        transfers: transfer of each unit, to be run in a lane.
         head_offsets: first element of each head in the area and stride of its lines: (num_kv_heads, 2).
         line_map: line of the area to which each of this rank's lines is written: (lines,), int32.
         records: with FP8, indices in the area of this rank's records, for each of `sizes.published`.
@@ -134,7 +134,7 @@ class GatheredKV:
     own: Tensor
     words: Words
     keys_values: list[tuple[Tensor, ...]]
-    moves: list[Callable[[], None]]
+    transfers: list[Callable[[], None]]
     head_offsets: Tensor
     line_map: Tensor
     records: list[Tensor]
@@ -143,11 +143,11 @@ class GatheredKV:
     def of(
         cls,
         memory: GroupAreas,
-        blocks: tuple[Gathering, ...],
+        blocks: tuple[KeyBlock, ...],
         k: Tensor,
         num_heads: int,
         heads: tuple[int, ...],
-        operands: Operands | None = None,
+        kv_format: KVFormat | None = None,
     ) -> GatheredKV:
         """Reserve the memory of a pass, and list its transfers.
 
@@ -156,12 +156,12 @@ class GatheredKV:
             blocks, heads: as `PassSizes`.
             k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
             num_heads: heads of q.
-            operands: default: K and V as they are.
+            kv_format: default: K and V as they are.
         """
-        operands = operands or Operands.of(k, k, rounded=False, for_backward=False)
+        kv_format = kv_format or KVFormat.of(k, k, rounded=False, for_backward=False)
         batch, rows, num_kv_heads, _ = k.shape
-        shape = KVShape(batch, rows, num_kv_heads, sum(operands.widths) // 2)
-        sizes = PassSizes(blocks, heads, shape, num_heads // num_kv_heads, operands)
+        shape = KVShape(batch, rows, num_kv_heads, sum(kv_format.head_dims) // 2)
+        sizes = PassSizes(blocks, heads, shape, num_heads // num_kv_heads, kv_format)
         areas = _map_areas(memory, sizes)
         own = areas[memory.rank]
         assert own.number is not None and own.flat is not None and own.by_section is not None
@@ -169,8 +169,8 @@ class GatheredKV:
         if sizes.buffered:
             targets = _buffers(sizes, own.by_section, memory.num_buffers, k.device)
         else:
-            targets = [lines[:, operands.lines(0, blocks[0].num_rows)] for lines in own.by_section]
-        moves = [
+            targets = [lines[:, kv_format.line_slice(0, blocks[0].num_rows)] for lines in own.by_section]
+        unit_transfers = [
             memory.make_transfer(
                 _incoming(sizes, unit, target, areas, words, memory.rank),
                 _outgoing(sizes, unit, own.by_section[unit.section], words, memory.rank),
@@ -179,9 +179,9 @@ class GatheredKV:
             for unit, target in zip(sizes.units, targets, strict=True)
         ]
         head_offsets, line_map = _head_offsets(sizes).to(k.device), _line_map(sizes, memory.rank).to(k.device)
-        records = _records(sizes, head_offsets, line_map) if operands.rounded else []
-        keys_values = [operands.unpack(target) for target in targets]
-        return cls(sizes, memory, own.flat, words, keys_values, moves, head_offsets, line_map, records)
+        records = _records(sizes, head_offsets, line_map) if kv_format.rounded else []
+        keys_values = [kv_format.unpack(target) for target in targets]
+        return cls(sizes, memory, own.flat, words, keys_values, unit_transfers, head_offsets, line_map, records)
 
     @property
     def device(self) -> torch.device:
@@ -218,10 +218,10 @@ class GatheredKV:
         return start, arrived
 
     def _publish(self, k: Tensor, v: Tensor, impl: str, part: int) -> None:
-        heads, operands = self.sizes.published[part], self.sizes.operands
+        heads, kv_format = self.sizes.published[part], self.sizes.kv_format
         k, v = k[:, :, heads], v[:, :, heads]
-        if operands.rounded:
-            publish_records(impl, k, v, self.own, self.records[part], for_backward=operands.for_backward)
+        if kv_format.rounded:
+            publish_records(impl, k, v, self.own, self.records[part], for_backward=kv_format.for_backward)
         else:
             publish(impl, k, v, self.own, self.head_offsets[heads], self.line_map, self.sizes.area_lines)
 
@@ -241,7 +241,7 @@ class GatheredKV:
         def move() -> None:
             if transfer == 0 and self.begins_in_lane:
                 self.memory.barrier(BEGIN)
-            self.moves[index]()
+            self.transfers[index]()
 
         return self.memory.run_in_lane("pull", move, [start, *used], urgent=True)
 
@@ -276,8 +276,8 @@ def split_heads(
 
 def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
     """Reserve the area, and return the views of those of all owners, by rank."""
-    operands, leading = sizes.operands, (sizes.shape.batch, sizes.area_lines)
-    dtype, size = operands.dtype, math.prod(leading) * sizes.shape.heads * operands.elements
+    kv_format, leading = sizes.kv_format, (sizes.shape.batch, sizes.area_lines)
+    dtype, size = kv_format.dtype, math.prod(leading) * sizes.shape.heads * kv_format.line_elements
     num_bytes = HEADER_BYTES + size * dtype.itemsize
     memory.reserve("kv", num_bytes)
     areas = {}
@@ -287,20 +287,25 @@ def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
             areas[owner] = OwnerArea(None, None, None)
         else:
             flat = area[HEADER_BYTES:].view(dtype)
-            areas[owner] = OwnerArea(word_in(area), flat, split_heads(flat, leading, sizes.heads, operands.shape))
+            areas[owner] = OwnerArea(word_in(area), flat, split_heads(flat, leading, sizes.heads, kv_format.line_shape))
     return areas
 
 
 def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device: torch.device) -> list[Tensor]:
     """Return memory for the K/V of each unit: a view of a buffer, or of the area for this rank's own keys."""
-    batch, operands = sizes.shape.batch, sizes.operands
+    batch, kv_format = sizes.shape.batch, sizes.kv_format
     shapes = [
-        (batch, sizes.blocks[unit.block].num_rows // operands.keys, sizes.heads[unit.section], *operands.shape)
+        (
+            batch,
+            sizes.blocks[unit.block].num_rows // kv_format.keys_per_line,
+            sizes.heads[unit.section],
+            *kv_format.line_shape,
+        )
         for unit in sizes.units
     ]
     travelling = tuple(math.prod(shapes[index]) for index in sizes.travelling)
     buffers = [
-        buffer(f"kv.{index}", (most,), operands.dtype, device)
+        buffer(f"kv.{index}", (most,), kv_format.dtype, device)
         for index, most in enumerate(buffer_sizes(travelling, num_buffers))
     ]
     return [
@@ -315,16 +320,17 @@ def _incoming(
     sizes: PassSizes, unit: Unit, target: Tensor, areas: dict[int, OwnerArea], words: Words, rank: int
 ) -> list[Incoming]:
     """List the tensors that arrive for a unit; with the first section of a block also the numbers of the calls."""
-    keys, lines = sizes.blocks[unit.block], sizes.operands.lines
+    block, line_slice = sizes.blocks[unit.block], sizes.kv_format.line_slice
     own_in_place = unit.transfer is None or not sizes.buffered
     incoming = []
-    for peer, here, there, size in transfers.key_pulls(keys, rank, buffered=sizes.buffered, own_in_place=own_in_place):
-        theirs = areas[peer].by_section
-        for sequence, rows in enumerate(target):
-            source = None if theirs is None else theirs[unit.section][sequence, lines(there, size)]
-            incoming.append(Incoming(rows[lines(here, size)], peer, source))
+    for pull in transfers.key_pulls(block, rank, buffered=sizes.buffered, own_in_place=own_in_place):
+        peer, peer_lines = pull.peer, line_slice(pull.peer_row, pull.num_rows)
+        of_peer = areas[peer].by_section
+        for index, sequence in enumerate(target):
+            source = None if of_peer is None else of_peer[unit.section][index, peer_lines]
+            incoming.append(Incoming(sequence[line_slice(pull.row, pull.num_rows)], peer, source))
     if unit.section == 0:
-        owners = transfers.owners(keys, rank)
+        owners = transfers.owners(block, rank)
         incoming += [Incoming(words.arrival_of(owner), owner, areas[owner].number) for owner in owners]
         incoming.sort(key=lambda pull: transfers.nearest_first(pull.rank, rank))
     return incoming
@@ -332,17 +338,19 @@ def _incoming(
 
 def _outgoing(sizes: PassSizes, unit: Unit, own: Tensor, words: Words, rank: int) -> list[Outgoing]:
     """List the tensors of a unit that other ranks receive; with the first section of a block also the call's number."""
-    keys, lines = sizes.blocks[unit.block], sizes.operands.lines
-    sends = transfers.key_sends(keys, rank, buffered=sizes.buffered)
-    outgoing = [Outgoing(rows[lines(here, size)], peer) for peer, here, size in sends for rows in own]
+    block, line_slice = sizes.blocks[unit.block], sizes.kv_format.line_slice
+    sends = transfers.key_sends(block, rank, buffered=sizes.buffered)
+    outgoing = [
+        Outgoing(sequence[line_slice(row, num_rows)], peer) for peer, row, num_rows in sends for sequence in own
+    ]
     if unit.section == 0:
-        outgoing += [Outgoing(words.own, reader) for reader in transfers.readers(keys, rank)]
+        outgoing += [Outgoing(words.own, reader) for reader in transfers.readers(block, rank)]
     return outgoing
 
 
 def _head_offsets(sizes: PassSizes) -> Tensor:
     """Return `GatheredKV.head_offsets`, in elements."""
-    line = sizes.operands.elements
+    line = sizes.kv_format.line_elements
     return torch.tensor(
         [
             (sizes.shape.batch * sizes.area_lines * line * first + head * line, heads * line)
@@ -354,17 +362,17 @@ def _head_offsets(sizes: PassSizes) -> Tensor:
 
 def _line_map(sizes: PassSizes, rank: int) -> Tensor:
     """Return `GatheredKV.line_map`."""
-    operands = sizes.operands
-    line_map = torch.empty(sizes.shape.rows // operands.keys, dtype=torch.int32)
+    kv_format = sizes.kv_format
+    line_map = torch.empty(sizes.shape.rows // kv_format.keys_per_line, dtype=torch.int32)
     for segment in sizes.blocks[0].segments:
         if segment.owner == rank:
-            target = operands.lines(transfers.area_row(segment, sizes.buffered), segment.size)
-            line_map[operands.lines(segment.start, segment.size)] = torch.arange(target.start, target.stop)
+            target = kv_format.line_slice(transfers.area_row(segment, sizes.buffered), segment.size)
+            line_map[kv_format.line_slice(segment.start, segment.size)] = torch.arange(target.start, target.stop)
     return line_map
 
 
 def _records(sizes: PassSizes, head_offsets: Tensor, line_map: Tensor) -> list[Tensor]:
     """Return `GatheredKV.records`: (batch, lines, heads of each) each."""
     lines = torch.arange(sizes.shape.batch, device=line_map.device)[:, None] * sizes.area_lines + line_map
-    records = (head_offsets[:, 0] + lines[..., None] * head_offsets[:, 1]) // sizes.operands.elements
+    records = (head_offsets[:, 0] + lines[..., None] * head_offsets[:, 1]) // sizes.kv_format.line_elements
     return [records[..., heads].contiguous() for heads in sizes.published]

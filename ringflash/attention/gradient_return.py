@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringflash.attention import sections, transfers
 from ringflash.attention.gathered_buffers import GatheredKV, PassSizes, split_heads
-from ringflash.attention.schedule import Gathering
+from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import Unit, buffer_sizes
 from ringflash.comm.transport.areas import FREE, READY, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
@@ -32,7 +32,7 @@ class GradientReturn:
         batches: transfers that return together, by the last one of them.
         kernel_grads: dK and dV of each unit, as kernels write them.
         sums: of each transfer, the gradients to which those that arrived are added, and these.
-        moves: each transfer, to be run in a lane.
+        transfers: each transfer, to be run in a lane.
         sources: rows at which `collect` finds the gradients of each of this rank's rows, by block.
         max_readers: most other ranks that read one segment of this rank, by block.
     """
@@ -43,7 +43,7 @@ class GradientReturn:
     batches: dict[int, tuple[int, ...]]
     kernel_grads: list[tuple[Tensor, ...]]
     sums: list[tuple[Tensor, Tensor]]
-    moves: list[Callable[[], None]]
+    transfers: list[Callable[[], None]]
     sources: list[Tensor]
     max_readers: list[int]
 
@@ -60,7 +60,7 @@ class GradientReturn:
         units = [sizes.units[index] for index in sizes.travelling]  # by transfer
         num_buffers = _num_buffers(sizes)
         areas = _map_areas(memory, sizes, units, num_buffers, dtype)
-        arriving = [transfers.arriving_rows(keys, rank, batch) for keys in sizes.blocks]
+        arriving = [transfers.arriving_rows(block, rank, batch) for block in sizes.blocks]
         received_rows = [sum(rows) for rows in arriving]
         most = max(received_rows[unit.block] * sizes.heads[unit.section] for unit in units)
         received = buffer("dkv.in", (most * sizes.line,), dtype, device)
@@ -70,7 +70,7 @@ class GradientReturn:
         listed: list[tuple[list[Incoming], list[Outgoing], str]] = []
         for unit in sizes.units:
             if unit.transfer is None:
-                kernel_grads.append(own_sums[unit.section].split(sizes.operands.widths, 3))
+                kernel_grads.append(own_sums[unit.section].split(sizes.kv_format.head_dims, 3))
                 continue
             count = (sizes.heads[unit.section],)
             arrived = split_heads(received, (received_rows[unit.block],), count, (sizes.line,))[0]
@@ -79,7 +79,7 @@ class GradientReturn:
             assert own is not None
             sums.append((own_sums[unit.section] if own_sums else own, arrived))
             written = own[:, : sizes.blocks[unit.block].num_rows]
-            kernel_grads.append(written.split(sizes.operands.widths, 3))
+            kernel_grads.append(written.split(sizes.kv_format.head_dims, 3))
             pulls, sends = _incoming(sizes, unit, arrived, buffers, rank), _outgoing(sizes, unit, written, rank)
             listed.append((pulls, sends, f"dK/dV of {sizes.name(unit)}"))
         return cls(
@@ -91,10 +91,10 @@ class GradientReturn:
             sums,
             [memory.make_transfer(*transfer) for transfer in listed],
             [
-                _sources(keys, rank, rows, sizes.shape.rows).to(device)
-                for keys, rows in zip(sizes.blocks, arriving, strict=True)
+                _sources(block, rank, rows, sizes.shape.rows).to(device)
+                for block, rows in zip(sizes.blocks, arriving, strict=True)
             ],
-            [max(sum(reader.rank != rank for reader in row) for row in keys.readers) for keys in sizes.blocks],
+            [max(sum(reader.rank != rank for reader in row) for row in block.readers) for block in sizes.blocks],
         )
 
     def freed(self, index: int, returns: list[Marker]) -> list[Marker]:
@@ -124,12 +124,12 @@ class GradientReturn:
         if batch:
             self.memory.barrier(READY)
         for transfer in batch:
-            self.moves[transfer]()
+            self.transfers[transfer]()
             if transfer == last and batch[0] + self.num_buffers < len(travelling):
                 self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
             unit, (own, arrived) = units[travelling[transfer]], self.sums[transfer]
             final = unit.block == len(self.sizes.blocks) - 1
-            sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.sizes.operands.widths, 3)
+            sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.sizes.kv_format.head_dims, 3)
             collect(impl, own, arrived, self.sources[unit.block], self.max_readers[unit.block], *sums)
 
 
@@ -148,7 +148,7 @@ def _map_areas(
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
     elements = list(buffer_sizes(needed, num_buffers))
     memory.reserve("dkv", sum(elements) * dtype.itemsize)
-    readers = {reader for keys in sizes.blocks for reader in transfers.readers(keys, memory.rank)}
+    readers = {reader for block in sizes.blocks for reader in transfers.readers(block, memory.rank)}
     areas = {rank: memory.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, memory.rank}}
     return {rank: None if area is None else area.split(elements) for rank, area in areas.items()}
 
@@ -169,9 +169,9 @@ def _unit_buffers(
     sizes: PassSizes, unit: Unit, areas: dict[int, tuple[Tensor, ...] | None], index: int, rank: int
 ) -> dict[int, Tensor | None]:
     """Return the buffer of a unit on this rank and on its readers, (batch, rows, heads, line); None if not mapped."""
-    keys, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
-    leading = sizes.shape.batch, keys.capacity
-    buffers = {peer: areas[peer] for peer in (*transfers.readers(keys, rank), rank)}
+    block, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
+    leading = sizes.shape.batch, block.capacity
+    buffers = {peer: areas[peer] for peer in (*transfers.readers(block, rank), rank)}
     return {
         peer: None if area is None else split_heads(area[index], leading, heads, (sizes.line,))[0]
         for peer, area in buffers.items()
@@ -183,22 +183,22 @@ def _incoming(
 ) -> list[Incoming]:
     """List the gradients of this rank's rows that arrive from readers of a unit."""
     batch, incoming = sizes.shape.batch, []
-    for peer, here, there, size in transfers.gradient_pulls(sizes.blocks[unit.block], rank, batch):
-        theirs = buffers[peer]
+    for peer, row, peer_row, num_rows in transfers.gradient_pulls(sizes.blocks[unit.block], rank, batch):
+        of_peer = buffers[peer]
         for sequence in range(batch):
-            first = here + sequence * size
-            source = None if theirs is None else theirs[sequence, there : there + size]
-            incoming.append(Incoming(arrived[first : first + size], peer, source))
+            first = row + sequence * num_rows
+            source = None if of_peer is None else of_peer[sequence, peer_row : peer_row + num_rows]
+            incoming.append(Incoming(arrived[first : first + num_rows], peer, source))
     return incoming
 
 
 def _outgoing(sizes: PassSizes, unit: Unit, written: Tensor, rank: int) -> list[Outgoing]:
     """List the gradients of a unit that other owners receive."""
     sends = transfers.gradient_sends(sizes.blocks[unit.block], rank)
-    return [Outgoing(sequence[here : here + size], peer) for peer, here, size in sends for sequence in written]
+    return [Outgoing(sequence[row : row + num_rows], peer) for peer, row, num_rows in sends for sequence in written]
 
 
-def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> Tensor:
+def _sources(block: KeyBlock, rank: int, arriving: list[int], rows: int) -> Tensor:
     """Return the rows at which `ringflash_kernels.api.collect` finds the gradients of each of this rank's rows.
 
     Args:
@@ -206,7 +206,7 @@ def _sources(keys: Gathering, rank: int, arriving: list[int], rows: int) -> Tens
     """
     sources = torch.empty(4, rows, dtype=torch.int32)
     firsts = accumulate(arriving, initial=0)
-    for segment, readers, first in zip(keys.own_segments, keys.readers, firsts, strict=False):
+    for segment, readers, first in zip(block.own_segments, block.readers, firsts, strict=False):
         own = sources[:, segment.row : segment.row + segment.size]
         offsets = torch.arange(segment.size)
         own[0] = dict(readers).get(rank, segment.row) + offsets

@@ -87,7 +87,7 @@ class HeadExchange:
         all_to_all.fill(*first, *rest)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
-            arrived = memory.run_in_lane("pull", all_to_all.moves[1], [], urgent=True)
+            arrived = memory.run_in_lane("pull", all_to_all.transfers[1], [], urgent=True)
             on_host = words.for_host(self.number)
             if on_host is not None:
                 words.send_to_host(on_host)
@@ -110,7 +110,7 @@ class HeadExchange:
 
         def move() -> None:
             self.memory.barrier(BEGIN)
-            all_to_all.moves[0]()
+            all_to_all.transfers[0]()
 
         moved = self.memory.run_in_lane("pull", move, [self.memory.mark()], urgent=True)
         watched.reach(moved, "for {} of the ranks {} of its host", all_to_all.area, self.members)
@@ -152,7 +152,7 @@ class AllToAll:
         self.received = self._tensors(buffer("heads", (num_bytes,), torch.uint8, device), not self.to_host)
         self.own = self._tensors(own, self.to_host)
         self.words = Words(word_in(own), [peer for peer in areas if peer != memory.rank], device)
-        self.moves = self._list_transfers(memory, areas, num_first)
+        self.transfers = self._list_transfers(memory, areas, num_first)
 
     def _list_transfers(
         self, memory: GroupAreas, areas: dict[int, Tensor | None], num_first: int

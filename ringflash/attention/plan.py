@@ -16,7 +16,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, check_call
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.ring_of_hops import RingOfHops
-from ringflash.attention.schedule import Gathering, Schedule
+from ringflash.attention.schedule import KeyBlock, Schedule
 from ringflash.attention.sections import GatherSizes, choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
@@ -69,7 +69,7 @@ class CallPlan:
     options: CallOptions
     members: tuple[int, ...] = ()
     transport_reason: str = ""
-    _blocks: dict[CallShape, tuple[Gathering, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _blocks: dict[CallShape, tuple[KeyBlock, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     signatures: dict[tuple[int, ...], dict[str, object]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -83,12 +83,12 @@ class CallPlan:
     @property
     def schedule(self) -> Schedule:
         """Hops of this rank."""
-        return schedule.build(self.mask, *self.size_and_rank, self.options.layout)
+        return schedule.plan_hops(self.mask, *self.size_and_rank, self.options.layout)
 
     @cached_property
-    def gathering(self) -> Gathering:
-        """Keys that this rank gathers by heads."""
-        return schedule.plan_gather(self.mask, *self.size_and_rank, self.options.layout, self.keys_of_line)
+    def all_keys(self) -> KeyBlock:
+        """Keys that this rank gathers by heads, as a single block."""
+        return schedule.plan_single_block(self.mask, *self.size_and_rank, self.options.layout, self.keys_of_line)
 
     @cached_property
     def keys_of_line(self) -> int:
@@ -104,16 +104,16 @@ class CallPlan:
         """Dtype in which K and V of this dtype travel."""
         return torch.uint8 if self.keys_of_line > 1 else dtype
 
-    def key_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
+    def key_blocks(self, shape: CallShape) -> tuple[KeyBlock, ...]:
         """Return the blocks of keys to all-gather, of equal distances on all ranks."""
         if shape not in self._blocks:
             self._blocks[shape] = self._plan_blocks(shape)
         return self._blocks[shape]
 
-    def _plan_blocks(self, shape: CallShape) -> tuple[Gathering, ...]:
+    def _plan_blocks(self, shape: CallShape) -> tuple[KeyBlock, ...]:
         layout, dtype = self.options.layout, self.travelling_dtype(shape.dtype)
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
-        sizes = GatherSizes.of([self.gathering], shape.kv, shape.num_heads, dtype)
+        sizes = GatherSizes.of([self.all_keys], shape.kv, shape.num_heads, dtype)
         of_blocks = choose_blocks(sizes, steps, self.transport)
         return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_of_line)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ringflash.attention.inputs import BackwardInputs
-from ringflash.attention.operands import Operands
+from ringflash.attention.kv_format import KVFormat
 from ringflash.attention.schedule import Hop, Schedule
 from ringflash.comm.profiling import profiler_range
 from ringflash.comm.transport import Message, Pending, PointToPoint, buffer
@@ -56,8 +56,8 @@ class RingOfHops:
             out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: (out, lse) are carried in fp32 (fp64 for fp64) and cast once, on the last hop.
         """
-        kernel, operands = implementation(self.impl, q, k, v), self._operands(k, v, for_backward=False)
-        forward, queries = operands.forward(kernel), operands.queries(q, kernel)
+        kernel, kv_format = implementation(self.impl, q, k, v), self._kv_format(k, v, for_backward=False)
+        forward, queries = kv_format.forward_kernel(kernel), kv_format.pack_queries(q, kernel)
         state = state_dtype(q.dtype)
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state, device=q.device)
@@ -67,7 +67,7 @@ class RingOfHops:
         hops = self.schedule.hops
         kept = {} if row_max is None else {"row_max": row_max}
         with waiting(q.device):
-            exchange = HopExchange(self.transport, hops, k, v, operands, kernel)
+            exchange = HopExchange(self.transport, hops, k, v, kv_format, kernel)
         for _, hop, arrived in self._arrivals(exchange, q.device):
             target = out if hop.step == computed[-1] else carried
             acc = None if hop.step == computed[0] else carried
@@ -97,10 +97,10 @@ class RingOfHops:
             dk, dv = _empty(k), _empty(v)
             gradients.add(k, v, self.schedule.hops[0].mask, dk, dv, accumulate=False)
             return gradients.finish(dq), dk, dv
-        hops, operands = self.schedule.hops, self._operands(k, v, for_backward=True)
-        kernel, add = implementation(self.impl, q, k, v), operands.add(gradients)
+        hops, kv_format = self.schedule.hops, self._kv_format(k, v, for_backward=True)
+        kernel, add = implementation(self.impl, q, k, v), kv_format.backward_kernel(gradients)
         with waiting(q.device):
-            exchange = GradientExchange(self.transport, hops, k, v, operands, kernel)
+            exchange = GradientExchange(self.transport, hops, k, v, kv_format, kernel)
         for index, hop, arrived in self._arrivals(exchange, q.device):
             with profiler_range(f"ringflash::backward_step{hop.step}"):
                 add(*arrived, hop.mask, *exchange.gradients_of(index), accumulate=True)
@@ -113,17 +113,17 @@ class RingOfHops:
         return 0 if self.transport is None else self.transport.whole.num_posted
 
     def _arrivals(self, exchange: HopExchange, device: torch.device) -> Iterator[tuple[int, Hop, tuple[Tensor, ...]]]:
-        """Yield each hop with visible keys, after its K and V have arrived: index, hop, operands of the kernel."""
+        """Yield each hop with visible keys, after its K and V have arrived: index, hop, arguments of the kernel."""
         for index, hop in enumerate(self.schedule.hops):
             with profiler_range(f"ringflash::arrive_step{hop.step}"), waiting(device):
                 arrived = exchange.arrive(index)
             if hop.source is not None:
                 yield index, hop, arrived
 
-    def _operands(self, k: Tensor, v: Tensor, *, for_backward: bool) -> Operands:
-        """Return the form in which K and V travel; a single process leaves the rounding to its kernel."""
+    def _kv_format(self, k: Tensor, v: Tensor, *, for_backward: bool) -> KVFormat:
+        """Return the format in which K and V travel; a single process leaves the rounding to its kernel."""
         rounded = self.transport is not None and rounds(self.impl)
-        return Operands.of(k, v, rounded=rounded, for_backward=for_backward)
+        return KVFormat.of(k, v, rounded=rounded, for_backward=for_backward)
 
 
 def _empty(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class HopExchange:
         transport: None for a single process, whose only hop uses its own K/V.
         hops: this rank's hops, in order. `arrive` must be called for each of them, even if no keys are visible.
         k, v: (batch, seqlen_local, num_kv_heads, head_dim) of this rank; sent in one message.
-        operands: form in which they travel.
+        kv_format: format in which they travel.
         kernel: implementation that packs them.
     """
 
@@ -148,21 +148,21 @@ class HopExchange:
         hops: tuple[Hop, ...],
         k: Tensor,
         v: Tensor,
-        operands: Operands,
+        kv_format: KVFormat,
         kernel: ModuleType,
     ) -> None:
-        self.transport, self.hops, self.k, self.v, self.operands = transport, hops, k, v, operands
+        self.transport, self.hops, self.k, self.v, self.kv_format = transport, hops, k, v, kv_format
         self.pending = Pending([])
         if transport is not None:
             self.own = self._lines("kv.own")
-            operands.pack(k, v, kernel, self.own)
+            kv_format.pack(k, v, kernel, self.own)
 
     def arrive(self, index: int) -> tuple[Tensor, ...]:
-        """Wait for the operands of hop number `index`, post the messages of the next hop, and return the operands."""
+        """Wait for K and V of hop number `index`, post the next hop's messages, and return what kernels take."""
         if self.transport is None:
             return self.k, self.v
         self._advance(index)
-        return self.operands.unpack(self.own if self.hops[index].step == 0 else self._incoming(index))
+        return self.kv_format.unpack(self.own if self.hops[index].step == 0 else self._incoming(index))
 
     def _advance(self, index: int) -> None:
         """Wait for the messages of hop number `index`, then post those of the next hop."""
@@ -187,7 +187,7 @@ class HopExchange:
         return self._lines(f"kv.{index % 2}")
 
     def _lines(self, name: str) -> Tensor:
-        return buffer(name, self.operands.lines_of(self.k), self.operands.dtype, self.k.device)
+        return buffer(name, self.kv_format.packed_shape(self.k), self.kv_format.dtype, self.k.device)
 
 
 class GradientExchange(HopExchange):
@@ -202,10 +202,10 @@ class GradientExchange(HopExchange):
         hops: tuple[Hop, ...],
         k: Tensor,
         v: Tensor,
-        operands: Operands,
+        kv_format: KVFormat,
         kernel: ModuleType,
     ) -> None:
-        super().__init__(transport, hops, k, v, operands, kernel)
+        super().__init__(transport, hops, k, v, kv_format, kernel)
         self.total = self._buffer("dkv.own", state_dtype(k.dtype)).zero_()
 
     def gradients_of(self, index: int) -> KeyValue:

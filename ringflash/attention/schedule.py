@@ -1,6 +1,6 @@
 """Hops of the ring and keys of the all-gather, for each rank, computed on the host, and the same on every rank.
 
-`plan.py` calls `build` for a ring of hops, and `plan_gather` or `plan_blocks` for an all-gather by heads.
+`plan.py` calls `plan_hops` for a ring of hops, and `plan_single_block` or `plan_blocks` for an all-gather by heads.
 
 On step t rank r computes with the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size reads the K/V of
 rank r. Four ranks, zigzag, causal; every step after the first is half a square for everyone:
@@ -61,7 +61,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=8)  # small: schedules hold bounds in device memory, and packed data need a new one each step
-def build(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
+def plan_hops(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
     """Build the schedule of one rank.
 
     Raises:
@@ -144,14 +144,13 @@ class SeenKeys:
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """The keys that one rank needs of a block of owners, gathered in the order of their positions.
+class KeyBlock:
+    """Keys that one rank gathers from the owners at some distances round the ring, in the order of their positions.
 
-    A block is the shards of the owners at some distances round the ring. One block has all owners, unless the call is
-    cut into several; then the first has the rank's own keys only.
+    A single block has the keys of all owners. If a call is cut into several, the first has the rank's own keys only.
 
     Args:
-        segments: these keys. Chunks are cut into segments so that a rank needs all of one or none.
+        segments: the keys of the block. Chunks are cut into segments so that a rank needs all of one or none.
         mask: visible pairs of local query rows and gathered rows.
         own_segments: segments of this rank's own shard, as its rows.
         readers: ranks that gather each of these segments with this block, by rank.
@@ -176,7 +175,7 @@ class Gathering:
 
 
 @lru_cache(maxsize=8)
-def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> Gathering:
+def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> KeyBlock:
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Args:
@@ -188,26 +187,26 @@ def plan_gather(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, mul
     seen = [_seen(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     limits = max(keys.num_rows for keys in seen), _max_returned_rows(segments, seen)
-    return _gathering(mask, shards, cp_rank, segments, dict(enumerate(seen)), *limits, whole=True)
+    return _key_block(mask, shards, cp_rank, segments, dict(enumerate(seen)), *limits, whole=True)
 
 
 @lru_cache(maxsize=8)
 def plan_blocks(
     mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...], multiple: int = 1
-) -> tuple[Gathering, ...]:
+) -> tuple[KeyBlock, ...]:
     """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
 
     A block covers the same ring distances on every rank, so all ranks send and receive at the same time.
 
     Args:
         sizes: number of distances of each block, in the order of `active_steps`; the first of several blocks has one.
-        multiple: as `plan_gather`.
+        multiple: as `plan_single_block`.
     """
     if len(sizes) == 1:
-        return (plan_gather(mask, cp_size, cp_rank, layout, multiple),)
+        return (plan_single_block(mask, cp_size, cp_rank, layout, multiple),)
     steps = active_steps(mask, cp_size, layout)
     assert sizes[0] == 1 and sum(sizes) == len(steps)
-    shards, whole = _shards(mask, cp_size, layout), plan_gather(mask, cp_size, cp_rank, layout, multiple)
+    shards, whole = _shards(mask, cp_size, layout), plan_single_block(mask, cp_size, cp_rank, layout, multiple)
     seen = [_seen(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     owned: list[list[Chunk]] = [[] for _ in shards]
@@ -221,11 +220,11 @@ def plan_blocks(
             of_block[rank] = SeenKeys([(chunk.start, chunk.stop) for chunk in keys if chunk.start in seen[rank]])
         rows = len(distances) * mask.seqlen // cp_size
         limits = min(rows, whole.capacity), min(rows, whole.returned_rows)
-        blocks.append(_gathering(mask, shards, cp_rank, segments, of_block, *limits))
+        blocks.append(_key_block(mask, shards, cp_rank, segments, of_block, *limits))
     return tuple(blocks)
 
 
-def _gathering(
+def _key_block(
     mask: SequenceMask,
     shards: list[tuple[Chunk, ...]],
     cp_rank: int,
@@ -235,8 +234,8 @@ def _gathering(
     returned_rows: int,
     *,
     whole: bool = False,
-) -> Gathering:
-    """Return the block of one rank.
+) -> KeyBlock:
+    """Return one block of keys of one rank.
 
     Args:
         seen: by rank, ascending: keys of the block that the rank sees. Has this rank, and the readers of its keys.
@@ -257,7 +256,7 @@ def _gathering(
         for segment in own
     )
     pairs = mask.num_visible // len(shards)
-    return Gathering(tuple(gathered), visible, own, readers, capacity, returned_rows, pairs)
+    return KeyBlock(tuple(gathered), visible, own, readers, capacity, returned_rows, pairs)
 
 
 def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
@@ -279,7 +278,7 @@ def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: i
 
 
 def _segments(shards: list[tuple[Chunk, ...]], seen: list[SeenKeys]) -> Iterator[tuple[int, Chunk]]:
-    """Yield owner and segment by position: all chunks, cut at positions where a rank's visible keys start or end."""
+    """Yield (owner, segment) by position: all chunks, cut at positions where a rank's visible keys start or end."""
     cuts = sorted({position for keys in seen for position in (*keys.firsts, *keys.stops)})
     owned = sorted((chunk.start, rank, chunk) for rank, shard in enumerate(shards) for chunk in shard)
     for _, owner, chunk in owned:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash.attention.schedule import Gathering
+from ringflash.attention.schedule import KeyBlock
 from ringflash.comm.call_numbers import HEADER_BYTES
 from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
@@ -65,7 +65,7 @@ class GatherSizes(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, blocks: Sequence[Gathering], kv: tuple[int, ...], num_heads: int, dtype: torch.dtype) -> GatherSizes:
+    def of(cls, blocks: Sequence[KeyBlock], kv: tuple[int, ...], num_heads: int, dtype: torch.dtype) -> GatherSizes:
         """Return the sizes of a call that gathers these blocks of keys."""
         keys, returned = (max(column) for column in zip(*((x.capacity, x.returned_rows) for x in blocks), strict=True))
         return cls(kv, num_heads, keys, returned, blocks[0].pairs, dtype)

@@ -15,7 +15,7 @@ import pytest
 
 from ringflash.attention import schedule, sections
 from ringflash.attention.plan import CallPlan
-from ringflash.attention.schedule import Gathering
+from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import GatherSizes, Sections
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, single_cases
@@ -38,7 +38,7 @@ def in_blocks(
 ) -> Iterator[None]:
     """Calls have blocks of at most so many distances, after one of their own keys, and these sections."""
 
-    def key_blocks(self: CallPlan, *_: Any) -> tuple[Gathering, ...]:
+    def key_blocks(self: CallPlan, *_: Any) -> tuple[KeyBlock, ...]:
         place, layout = self.size_and_rank, self.options.layout
         others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])

@@ -260,14 +260,14 @@ def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
         return run_in_lane(self, lane, *args, **options)
 
     opening._open.clear()
-    schedule.plan_gather.cache_clear()
+    schedule.plan_single_block.cache_clear()
     with copy_engine(), one_head_a_section():
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
         out = attend() if way == "backward" else None
         with mock.patch.object(SharedMemory, "run_in_lane", refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
-        mask = schedule.plan_gather(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
+        mask = schedule.plan_single_block(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         assert not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
     opening._open.clear()

@@ -73,7 +73,7 @@ def verdict(ctx: Context, plant: str | None, case: Case) -> str:
 
 
 def _forget_schedules() -> None:
-    schedule.build.cache_clear()
+    schedule.plan_hops.cache_clear()
     schedule.active_steps.cache_clear()
 
 

@@ -42,13 +42,13 @@ def _equal(shape: Shape, whole: SequenceMask, single: Mask, cp_size: int, layout
     sums = {"dk": torch.zeros(k.shape), "dv": torch.zeros(v.shape)}
     same = set(want)
     for rank in range(cp_size):
-        gathering = schedule.plan_gather(whole, cp_size, rank, layout)
-        keys = torch.full((gathering.num_rows,), -1)
-        for segment in gathering.segments:
+        block = schedule.plan_single_block(whole, cp_size, rank, layout)
+        keys = torch.full((block.num_rows,), -1)
+        for segment in block.segments:
             owned = ringflash.local_positions(LENGTH, cp_size, segment.owner, layout)
             keys[segment.row : segment.row + segment.size] = owned[segment.start : segment.start + segment.size]
         rows = ringflash.local_positions(LENGTH, cp_size, rank, layout)
-        got = _launch(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], gathering.mask, shape)
+        got = _launch(q[:, rows], k[:, keys], v[:, keys], dout[:, rows], block.mask, shape)
         same -= {name for name in ("out", "lse", "dq") if not torch.equal(got[name], want[name][:, rows])}
         for name, total in sums.items():
             total[:, keys] += got[name]

@@ -58,7 +58,7 @@ def test_forward_resumes(head_dim: int) -> None:
         own = q[:, mine].contiguous()
         state, lse = torch.full(own.shape, math.nan), torch.full((1, shape.num_heads, own.shape[1]), math.nan)
         out = torch.full(own.shape, math.nan, dtype=q.dtype)
-        hops = [hop for hop in schedule.build(mask, 2, rank, "zigzag").hops if hop.source is not None]
+        hops = [hop for hop in schedule.plan_hops(mask, 2, rank, "zigzag").hops if hop.source is not None]
         for index, hop in enumerate(hops):
             keys, values = (x[:, positions[hop.source]].contiguous() for x in (k, v))
             into = out if index == len(hops) - 1 else state

@@ -27,7 +27,7 @@ from ringflash.attention import (
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import AllToAll
 from ringflash.attention.inputs import BackwardInputs
-from ringflash.attention.operands import Operands
+from ringflash.attention.kv_format import KVFormat
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
@@ -126,7 +126,7 @@ class Process:
         mask, size = SequenceMask(call.rows * self.world, call.causal, call.window, call.documents), len(memory.members)
         others = len(schedule.active_steps(mask, size, call.layout)) - 1
         if call.blocks == 1 or not others:
-            blocks: tuple[schedule.Gathering, ...] = (schedule.plan_gather(mask, size, memory.rank, call.layout),)
+            blocks: tuple[schedule.KeyBlock, ...] = (schedule.plan_single_block(mask, size, memory.rank, call.layout),)
         else:
             ends = [round(others * n / (call.blocks - 1)) for n in range(call.blocks)]
             sizes = tuple(b - a for a, b in zip(ends, ends[1:], strict=False) if b > a)
@@ -179,7 +179,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
     def forward(queries: Any, *args: Any, out: Any, lse: Any, acc: Any = None, **_: object) -> None:
         work("forward", [queries, *args[:-2], acc], [out, lse])
 
-    def rounded(_: Operands, q: torch.Tensor, kernel: object) -> torch.Tensor:
+    def rounded(_: KVFormat, q: torch.Tensor, kernel: object) -> torch.Tensor:
         copy = torch.empty_like(q)
         work("round queries", [q], [copy])
         return copy
@@ -225,8 +225,8 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (gather_units, "transport_name", lambda memory: memory.name),
         (head_exchange, "watching", lambda *_: Unwatched()),
         (call_numbers, "expect", lambda *_: None),
-        (Operands, "forward", lambda *_: forward),
-        (Operands, "queries", rounded),
+        (KVFormat, "forward", lambda *_: forward),
+        (KVFormat, "queries", rounded),
         (Words, "write", lambda words, _: work("write the number", [], [words.own])),
         (Words, "for_host", words_on_host),
         (Mask, "is_cached", lambda *_: True),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ringflash.attention.gathered_buffers import GatheredKV
-from ringflash.attention.operands import Operands
+from ringflash.attention.kv_format import KVFormat
 from tests.distributed.test_fp8 import ALIGNED, compared
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -31,20 +31,20 @@ CASES = [
 def check(ctx: Context, transport: str, chunk: int, impl: str) -> set[bool]:
     """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
     rounded: set[bool] = set()
-    unpacked, published = Operands.unpack, GatheredKV.publish
+    unpacked, published = KVFormat.unpack, GatheredKV.publish
 
-    def unpack(self: Operands, *args: Any) -> Any:  # by hops
+    def unpack(self: KVFormat, *args: Any) -> Any:  # by hops
         rounded.add(self.rounded)
         return unpacked(self, *args)
 
-    def publish(self: GatheredKV, *args: Any) -> Any:  # by heads, where views of the operands are kept
-        rounded.add(self.sizes.operands.rounded)
+    def publish(self: GatheredKV, *args: Any) -> Any:  # by heads, where views of the kv_format are kept
+        rounded.add(self.sizes.kv_format.rounded)
         return published(self, *args)
 
     with ExitStack() as patches:
         patches.enter_context(over(transport))
         spies = patches.enter_context(pytest.MonkeyPatch.context())
-        spies.setattr(Operands, "unpack", unpack)
+        spies.setattr(KVFormat, "unpack", unpack)
         spies.setattr(GatheredKV, "publish", publish)
         for case in CASES:
             compared(ctx, case, chunk, impl)

@@ -81,7 +81,7 @@ def over(transport: str) -> Iterator[None]:
 def in_sections(turns: bool) -> Iterator[None]:
     """A head a section, published in parts; keys in buffers that take turns, as where they are many, or whole, with a
     third stage."""
-    _forget_gatherings()
+    _forget_blocks()
     with (
         mock.patch.dict("ringflash.attention.plan.planned", clear=True),
         mock.patch.object(sections, "choose_sections", lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)),
@@ -90,12 +90,12 @@ def in_sections(turns: bool) -> Iterator[None]:
         mock.patch.object(sections, "choose_num_gradient_buffers", lambda *args: min(2 if turns else 3, len(args[-1]))),
     ):
         yield
-    _forget_gatherings()
+    _forget_blocks()
 
 
-def _forget_gatherings() -> None:
-    """Drop gatherings, to which areas keep their transfers: a rank that kept those of other sections would hang."""
-    schedule.plan_gather.cache_clear()
+def _forget_blocks() -> None:
+    """Drop planned blocks, to which areas keep transfers: a rank that kept those of other sections would hang."""
+    schedule.plan_single_block.cache_clear()
     schedule.plan_blocks.cache_clear()
 
 

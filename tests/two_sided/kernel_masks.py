@@ -14,7 +14,7 @@ def sequence_mask(forest: Forest) -> SequenceMask:
 
 def mask_of(forest: Forest, cp_size: int = 1, rank: int = 0, step: int = 0) -> Mask:
     """Return the mask of a hop of zigzag, or of the whole sequence."""
-    hops = schedule.build(sequence_mask(forest), cp_size, rank, "contiguous" if cp_size == 1 else "zigzag").hops
+    hops = schedule.plan_hops(sequence_mask(forest), cp_size, rank, "contiguous" if cp_size == 1 else "zigzag").hops
     return hops[step].mask
 
 
@@ -26,5 +26,5 @@ MASKS = {  # all are two-sided
     "deep, window": mask_of(DEEP_WINDOW),
     "many small documents": mask_of(rollouts(100, [7, 9, 20, 3, 5, 11, 30, 2, 8, 25])),
     "block diffusion": mask_of(block_diffusion(5, 40)),
-    "a gathered shard": schedule.plan_gather(sequence_mask(DEEP), 2, 1, "zigzag").mask,
+    "a gathered shard": schedule.plan_single_block(sequence_mask(DEEP), 2, 1, "zigzag").mask,
 }

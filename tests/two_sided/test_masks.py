@@ -54,7 +54,7 @@ def test_hops_are_the_mask(cp_size: int, layout: str, number: int) -> None:
         assert mask.num_visible == int(want.sum())
         total = 0
         for rank in range(cp_size):
-            for hop in schedule.build(mask, cp_size, rank, layout).hops:
+            for hop in schedule.plan_hops(mask, cp_size, rank, layout).hops:
                 if hop.source is None:
                     continue
                 part = want[positions[rank]][:, positions[hop.source]]
@@ -75,7 +75,7 @@ def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> N
         mask, want = sequence_mask(forest), forest.visible()
         positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
         for rank in range(cp_size):
-            found = schedule.plan_gather(mask, cp_size, rank, layout)
+            found = schedule.plan_single_block(mask, cp_size, rank, layout)
             keys = torch.full((found.num_rows,), -1)
             for segment in found.segments:
                 keys[segment.row : segment.row + segment.size] = positions[segment.owner][
@@ -95,7 +95,7 @@ def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> N
 )
 def test_regions_by_key_are_few(forest: Forest) -> None:
     """Not one for each document and chunk of later queries: 64 under striped."""
-    found = schedule.plan_gather(sequence_mask(forest), 8, 3, "striped").mask
+    found = schedule.plan_single_block(sequence_mask(forest), 8, 3, "striped").mask
     assert torch.equal(by_begins(found), found.dense())
     assert len(found.cached("transposed", found.transposed).regions) <= len(forest.lengths)
 
@@ -103,7 +103,7 @@ def test_regions_by_key_are_few(forest: Forest) -> None:
 def test_which_families_are_one_sided() -> None:
     """Prefix-LM, image spans and block-causal masks need no new kernel."""
     found = {
-        name: schedule.build(sequence_mask(f), 1, 0, "contiguous").hops[0].mask.is_two_sided
+        name: schedule.plan_hops(sequence_mask(f), 1, 0, "contiguous").hops[0].mask.is_two_sided
         for name, f in FAMILIES.items()
     }
     assert found == {

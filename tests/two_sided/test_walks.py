@@ -15,9 +15,9 @@ from tests.two_sided.kernel_masks import mask_of, sequence_mask
 def _masks(number: int = 10) -> list[Mask]:
     forests = [rollouts(300, [50, 170, 90, 33]), images([(30, 100)] * 4, left=90), block_diffusion(8, 40)]
     forests += [random_forest(seed, 480) for seed in range(number)]
-    found = [hop.mask for f in forests for hop in schedule.build(sequence_mask(f), 1, 0, "contiguous").hops]
+    found = [hop.mask for f in forests for hop in schedule.plan_hops(sequence_mask(f), 1, 0, "contiguous").hops]
     even = [sequence_mask(f) for f in forests if f.seqlen % 4 == 0]
-    found += [hop.mask for mask in even for hop in schedule.build(mask, 2, 1, "zigzag").hops]
+    found += [hop.mask for mask in even for hop in schedule.plan_hops(mask, 2, 1, "zigzag").hops]
     return [m for m in found if m.regions]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringflash
-from ringflash.attention.schedule import plan_gather
+from ringflash.attention.schedule import plan_single_block
 from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
@@ -110,7 +110,7 @@ def test_only_cut_documents_are_sent() -> None:
                 if chunk.stop >= stop:
                     last[document] = rank
     for rank in range(8):
-        found = plan_gather(mask, 8, rank, "balanced")
+        found = plan_single_block(mask, 8, rank, "balanced")
         sent = sum(segment.size for segment in found.segments if segment.owner != rank)
         shared = [document for document, ranks in held.items() if rank in ranks and len(ranks) > 1]
         assert 0 < sent <= sum(bounds[document + 1] - bounds[document] for document in shared)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import build
+from ringflash.attention.schedule import plan_hops
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels import api
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
@@ -69,7 +69,7 @@ def test_every_hop_of_a_schedule(
     bounds = tuple(sorted({0, seqlen, *(cut for cut in cuts if cut < seqlen)}))
     mask = SequenceMask(seqlen, causal, window_size, bounds)
     for rank in range(cp_size):
-        for hop in build(mask, cp_size, rank, layout).hops:
+        for hop in plan_hops(mask, cp_size, rank, layout).hops:
             assert torch.equal(covered(hop.mask), hop.mask.dense().int())
 
 
@@ -80,13 +80,13 @@ def test_documents_share_a_call(causal: bool) -> None:
 
 
 def test_a_causal_hop_is_one_call() -> None:
-    for hop in build(SequenceMask(64), 4, 1, "zigzag").hops:
+    for hop in plan_hops(SequenceMask(64), 4, 1, "zigzag").hops:
         assert len(calls(hop.mask)) == 1
 
 
 def test_a_batch_has_no_packed_call() -> None:
     """A window leaves squares along the diagonal, which are documents to the operator, in one sequence only."""
-    mask = build(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag").hops[0].mask
+    mask = plan_hops(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag").hops[0].mask
     assert [call.is_packed for call in calls(mask)] == [True]
     assert torch.equal(covered(mask, batch=2), mask.dense().int())
     q = torch.zeros(2, mask.seqlen_q, 2, 8, dtype=torch.bfloat16)

@@ -52,7 +52,7 @@ def test_the_kernel_is_told(left: int, told: dict[str, int]) -> None:
         work, unit = ForwardUnits(call, gathered, q, q, torch.zeros(1, 2, 4), None), Unit(0, 0, 0)
         work.prepare(unit)
         work._launch(0, unit)
-    options = gathered.sizes.operands.forward.return_value.call_args.kwargs
+    options = gathered.sizes.kv_format.forward_kernel.return_value.call_args.kwargs
     assert {name: value for name, value in options.items() if name == "num_sms"} == told
 
 

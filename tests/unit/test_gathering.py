@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, gradient_return, sections, transfers
-from ringflash.attention.schedule import Gathering, active_steps, chunks_are_multiples, plan_blocks, plan_gather
+from ringflash.attention.schedule import KeyBlock, active_steps, chunks_are_multiples, plan_blocks, plan_single_block
 from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
@@ -33,7 +33,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds, mask.parents, mask.bidirectional)
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
-        records, keys = (plan_gather(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
+        records, keys = (plan_single_block(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
         places = [
             place
             for segment in records.segments
@@ -43,10 +43,10 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
         assert records.mask.num_visible == keys.mask.num_visible
 
 
-def of_all(problem: Problem) -> list[Gathering]:
-    """Return the gatherings of all ranks."""
+def of_all(problem: Problem) -> list[KeyBlock]:
+    """Return the single block of every rank."""
     mask, cp_size, layout = problem
-    return [plan_gather(mask, cp_size, rank, layout) for rank in range(cp_size)]
+    return [plan_single_block(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
 
 SHORT, LONG = problems(), problems(range(1, 4), (63, 64, 127, 130, 200))  # 64ths of a chunk are a row, or some
@@ -108,7 +108,7 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
     assert all(found.returned_rows == max(arriving) for found in ranks)
 
 
-def rows_of(found: Gathering) -> list[tuple[tuple[int, int], int]]:
+def rows_of(found: KeyBlock) -> list[tuple[tuple[int, int], int]]:
     """Rows at which a rank has what it gathers, by owner and first row there."""
     return [((segment.owner, segment.start), segment.row) for segment in found.segments]
 
@@ -149,7 +149,7 @@ def messages(rank: int, k: torch.Tensor) -> NcclGather:
     return NcclGather(cast(PointToPoint, SimpleNamespace(name="nccl", rank=rank, group=None, members=())), k.device)
 
 
-def pair_up(ranks: list[Gathering], buffered: bool) -> None:
+def pair_up(ranks: list[KeyBlock], buffered: bool) -> None:
     """Assert that what ranks send of a block is what the others receive, row by row, and not to themselves.
 
     Rows that arrive are disjoint and nearest first; received gradients fill the rows that are counted for them.
@@ -161,11 +161,11 @@ def pair_up(ranks: list[Gathering], buffered: bool) -> None:
         for way, listed in ((keys, pulls), (grads, returned)):
             nearest_first(rank, [pull.peer for pull in listed])
             for pull in listed:
-                way[pull.peer, rank].append((pull.there, pull.size))
-        rows = [row for pull in pulls for row in range(pull.here, pull.here + pull.size)]
+                way[pull.peer, rank].append((pull.peer_row, pull.num_rows))
+        rows = [row for pull in pulls for row in range(pull.row, pull.row + pull.num_rows)]
         own = sum(segment.size for segment in found.segments if segment.owner == rank)
         assert len({*rows}) == len(rows) == found.num_rows - own
-        rows = [row for pull in returned for row in range(pull.here, pull.here + 2 * pull.size)]
+        rows = [row for pull in returned for row in range(pull.row, pull.row + 2 * pull.num_rows)]
         assert sorted(rows) == [*range(sum(transfers.arriving_rows(found, rank, 2)))]
     for rank, found in enumerate(ranks):
         for way, sends in (
@@ -173,7 +173,7 @@ def pair_up(ranks: list[Gathering], buffered: bool) -> None:
             (grads, transfers.gradient_sends(found, rank)),
         ):
             for peer in range(len(ranks)):
-                sent = [(send.here, send.size) for send in sends if send.peer == peer]
+                sent = [(send.row, send.num_rows) for send in sends if send.peer == peer]
                 assert sent == way.get((rank, peer), []) and not (sent and peer == rank)
 
 
@@ -209,15 +209,15 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
     ranks, whole = of_all(problem), 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)
     said = set()
-    for rank, gathering in enumerate(ranks):
+    for rank, block in enumerate(ranks):
         memory = messages(rank, k)
         with (
             mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole),
             mock.patch.object(sections, "choose_sections", lambda *_: chosen),
             mock.patch.object(buffers, "_storage", {}),
         ):
-            said.add(sections.gather_bytes(sections.GatherSizes.of([gathering], k.shape, 4, k.dtype)))
-            ways = [gathered_buffers.GatheredKV.of(memory, (gathering,), k, 4, heads) for heads in chosen]
+            said.add(sections.gather_bytes(sections.GatherSizes.of([block], k.shape, 4, k.dtype)))
+            ways = [gathered_buffers.GatheredKV.of(memory, (block,), k, 4, heads) for heads in chosen]
             gradient_return.GradientReturn.of(ways[1], k)
             assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
@@ -233,10 +233,10 @@ def test_planning_does_not_compare_all_ranks_with_all() -> None:
 
     sys.setprofile(count)
     try:
-        found = plan_gather.__wrapped__(
+        found = plan_single_block.__wrapped__(
             SequenceMask(1 << 24, False, (1 << 20, 300), (*bounds, 1 << 24)), 1024, 7, "zigzag"
         )
-        plan_gather.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
+        plan_single_block.__wrapped__(SequenceMask(1 << 24, False), 1024, 7, "zigzag")
     finally:
         sys.setprofile(None)
     assert num_calls < 400 * 1024 and len(found.segments) < 10

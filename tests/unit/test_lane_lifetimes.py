@@ -147,7 +147,7 @@ def passes(
     """Run a forward and a backward of two query heads a section, with a gradient of lse. An OutOfMemory ends it."""
     rows = 256 if rounds(impl) else 8
     mask, multiple = SequenceMask(2 * rows, False), 128 if rounds(impl) else 1
-    blocks: tuple[schedule.Gathering, ...] = (schedule.plan_gather(mask, 2, 0, "zigzag", multiple),)
+    blocks: tuple[schedule.KeyBlock, ...] = (schedule.plan_single_block(mask, 2, 0, "zigzag", multiple),)
     if num_blocks > 1:
         blocks = schedule.plan_blocks(mask, 2, 0, "zigzag", (1,) * num_blocks, multiple)
     dtype = torch.float32 if impl == "reference" else torch.bfloat16

@@ -26,7 +26,7 @@ from ringflash.attention.gather_units import ForwardUnits
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs, CallShape
-from ringflash.attention.operands import Operands
+from ringflash.attention.kv_format import KVFormat
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan
 from ringflash.attention.sections import GatherSizes, choose_sections
@@ -128,12 +128,12 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
     shape = CallShape.of(q, k, v)
     memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
-    operands = Operands.of(k, v, rounded=rounds(job.impl), for_backward=True)
-    sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, operands.dtype)
+    kv_format = KVFormat.of(k, v, rounded=rounds(job.impl), for_backward=True)
+    sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, kv_format.dtype)
 
     def gather() -> None:
         for sections in choose_sections(sizes, len(blocks)):
-            gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, operands)
+            gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, kv_format)
         GradientReturn.of(gathered, k)
         carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
         out, lse = q[..., : model.value_dim], torch.empty(1, model.num_heads, job.local_tokens, device="meta")

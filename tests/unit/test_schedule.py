@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import Schedule, active_steps, build, plan_gather
+from ringflash.attention.schedule import Schedule, active_steps, plan_hops, plan_single_block
 from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
@@ -22,7 +22,7 @@ def three_zigzags() -> Iterator[None]:
     """Chunks of a few tokens of a striped sequence, of which a dense mask can be drawn."""
     with mock.patch.dict(layouts._ZIGZAGS, striped=3):
         yield
-    for cached in (active_steps, build, plan_gather):
+    for cached in (active_steps, plan_hops, plan_single_block):
         cached.cache_clear()
 
 
@@ -64,7 +64,7 @@ def table_of(mask: SequenceMask) -> Sequence[Sequence[int]] | None:
 
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
     """Return the schedules of all ranks."""
-    return [build(mask, cp_size, rank, layout) for rank in range(cp_size)]
+    return [plan_hops(mask, cp_size, rank, layout) for rank in range(cp_size)]
 
 
 def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:

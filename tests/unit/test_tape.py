@@ -338,7 +338,7 @@ class Calls:
         rows, multiple = (256, 128) if rounds(case.impl) else (8, 1)
         mask = SequenceMask(2 * rows, True, case.window)
         self.case, self.rows, self.memory = case, rows, Memory()
-        self.blocks: tuple[schedule.Gathering, ...] = (schedule.plan_gather(mask, 2, 0, "zigzag", multiple),)
+        self.blocks: tuple[schedule.KeyBlock, ...] = (schedule.plan_single_block(mask, 2, 0, "zigzag", multiple),)
         if case.num_blocks > 1:
             self.blocks = schedule.plan_blocks(mask, 2, 0, "zigzag", (1,) * case.num_blocks, multiple)
 

@@ -337,9 +337,9 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     mask = SequenceMask(1 << 16, True, (-1, -1), (0, 30000, 30001, 1 << 16))
     groups = [mock.Mock(**{"size.return_value": 4, "rank.return_value": rank}) for rank in range(4)]
     plans = [plan.CallPlan(mask, "reference", "", Algorithm.GATHER, "nccl", CallOptions(group)) for group in groups]
-    assert len({one.gathering.num_rows for one in plans}) > 1
+    assert len({one.all_keys.num_rows for one in plans}) > 1
     q, k = (torch.empty(1, 1 << 14, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
-    limit = sections.gather_bytes(sections.GatherSizes.of([plans[0].gathering], k.shape, 32, k.dtype))
+    limit = sections.gather_bytes(sections.GatherSizes.of([plans[0].all_keys], k.shape, 32, k.dtype))
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
             for name in ("nccl", "copy_engine", opening.UNDECIDED):
@@ -355,8 +355,8 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
         memory = opening.NcclGather(channel, k.device)
         for window in (9, 30, 60):
-            gathering = schedule.plan_gather(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = gather_by_heads.HeadGather((gathering,), memory, "reference", 1.0, False)
+            block = schedule.plan_single_block(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
+            call = gather_by_heads.HeadGather((block,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, k, 2)
             call._cached("return", ("kv", "dkv"), k, k, 2, partial(gradient_return.GradientReturn.of, gathered, k))
             del gathered
@@ -418,5 +418,5 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     assert ask(group=other) == 11 and len(plan.planned) == 1
     for bound in range(1, 60):  # packed data have other documents in each step
         ask(group=other, documents=Documents((0, bound, 64)))
-    assert len(plan.planned) <= schedule.plan_gather.cache_parameters()["maxsize"] + 1
+    assert len(plan.planned) <= schedule.plan_single_block.cache_parameters()["maxsize"] + 1
     assert ask(group=other) == 11 + 59  # and calls without documents keep theirs

@@ -11,7 +11,7 @@ import torch
 from recipes.lightning import exposed_communication
 from recipes.lightning.exposed_communication import ExposedCommunication
 from ringflash.attention import ring_of_hops
-from ringflash.attention.schedule import build
+from ringflash.attention.schedule import plan_hops
 from ringflash.comm import wait_timer
 from ringflash.comm.wait_timer import measured, waiting
 from ringflash.sequence.mask import SequenceMask
@@ -50,7 +50,7 @@ class Slow:
 def test_a_ring_counts_what_it_waits_for(clock: Clock) -> None:
     q = torch.randn(1, 8, 2, 16)
     call = ring_of_hops.RingOfHops(
-        build(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
+        plan_hops(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
     )
     with mock.patch.object(ring_of_hops, "HopExchange", lambda *_: Slow(q, clock)), measured() as waits:
         call.forward(q, q, q)
