@@ -469,6 +469,7 @@ def _check_groups(q: Tensor, num_kv_heads: int) -> None:
 
 
 def _check_state(q: Tensor, v: Tensor, out: Tensor, lse: Tensor, acc: Tensor | None) -> None:
+    """Raise ValueError unless out, lse and acc have the shapes and dtypes that `attention_forward` names."""
     state, shape = state_dtype(q.dtype), out_shape(q, v)
     if out.shape != shape or out.dtype not in (q.dtype, state):
         raise ValueError(
@@ -504,6 +505,7 @@ def _check_gradients(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tenso
 
 
 def _mask_of(q: Tensor, k: Tensor, mask: Mask | None, causal: bool, window_size: tuple[int, int]) -> Mask:
+    """Return the mask that was given, or that of `causal` and `window_size`; raise ValueError if both were given."""
     if mask is None:
         return Mask.band(q.shape[1], k.shape[1], causal=causal, window_size=window_size)
     if causal or tuple(window_size) != (-1, -1):

@@ -70,6 +70,7 @@ def calls(mask: Mask, batch: int = 1) -> list[FlashCall]:
 
 
 def _new_calls(mask: Mask, *, joined: bool) -> list[FlashCall]:
+    """Return the calls of all regions, in order; `joined` allows several documents in one call."""
     runs: list[_Run] = []
     for region in (piece for whole in mask.regions for piece in _pieces(whole)):
         longer = runs[-1].joined(region) if runs and joined else None

@@ -417,6 +417,7 @@ class Fp8ReferenceBackward:
         return dq.to(self.q.dtype) if out is None else out.copy_(dq)
 
     def _operands(self, dout: Tensor, lse: Tensor, row_max: Tensor, delta: Tensor, size: Tensor) -> _QuerySide:
+        """Return the query side of every product as the kernels round it, for the products of this backward."""
         q, log2e = self.q.double(), math.log2(math.e)
         if self.products == "bf16":
             scales = self._rows.scales.repeat_interleave(BLOCK_Q, -1)[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)

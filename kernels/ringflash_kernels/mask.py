@@ -256,6 +256,7 @@ class Mask:
         return visible
 
     def _host_bounds(self) -> tuple[Tensor, Tensor]:
+        """Return `bounds` on the CPU: the least start and the largest stop over the regions of each row."""
         q_start, q_stop, k_start, k_stop, lower, upper = self.table.T
         start = np.full(self.seqlen_q, self.seqlen_k, dtype=np.int32)
         stop = np.zeros(self.seqlen_q, dtype=np.int32)

@@ -19,6 +19,7 @@ def _publish(
     k_batch, k_row, k_head, v_batch, v_row, v_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy ROWS rows of K and V of a KV head, each to its line of the area; see `api.publish`."""
     head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     batch, row = (block // num_blocks).to(tl.int64), (block % num_blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -56,6 +57,7 @@ def _collect(
     own_batch, own_row, own_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Sum dK and dV of ROWS rows of a KV head: this rank's share, then those of the other ranks; see `api.collect`."""
     head, block = (tl.program_id(0) % heads).to(tl.int64), tl.program_id(0) // heads
     batch, row = (block // num_blocks).to(tl.int64), block % num_blocks * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

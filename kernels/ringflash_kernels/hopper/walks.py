@@ -191,6 +191,11 @@ def _with_previous(tiles: Tensor, stretches: Tensor, num_blocks: int) -> tuple[T
 
 
 def _new_walks(mask: Mask, rows: tuple[int, int], tile_rows: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return `tiles` and `stretches` of `Walks`, with blocks at multiples of their size; all tiles in their own order.
+
+    Each region is cut into one piece per tile. A sweep over a tile's blocks counts the pieces that touch a block, and
+    the rows that see all of it. These two counts tell if the block is seen by no row, full, or masked.
+    """
     num_tiles, width = -(-(rows[1] - rows[0]) // tile_rows), -(-mask.seqlen_k // block) + 1
     q_start, q_stop, k_start, k_stop, lower, upper = torch.from_numpy(mask.table).unbind(1)
     # One piece for each region and tile that share rows.

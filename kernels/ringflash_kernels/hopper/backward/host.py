@@ -499,6 +499,7 @@ def hop_of(
 
 
 def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
+    """Return `hop_of` of a mask: a rectangle with one band or two causal ones, or tables of bounds for any other."""
     second = None if transposed else _second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:

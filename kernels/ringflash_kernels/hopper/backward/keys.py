@@ -63,7 +63,21 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class KeyShared:
-    """Shared memory of a CTA, and the compile-time choices that every role needs."""
+    """Shared memory of a CTA, and the compile-time choices that every role needs.
+
+    A head is one piece of SPLIT columns, or two, of SPLIT and REST columns: their names end in 0 and 1.
+
+        q, dout, stats   STAGES blocks of 64 queries: Q, dO, and lse with delta
+        k, v             K and V of 64 keys for each consumer
+        ds               dS of two steps: index 2 * buffer + W
+        dq0, dq1         staging of the columns of dQ that consumer 0 and consumer 1 compute; dq0_buffers and
+                         dq1_buffers: DQ_BUFFERS of each, of which dq0 and dq1 are the first
+        ..._full         mbarriers that are signalled when a buffer is filled
+        ..._empty        mbarriers that are signalled when it has been read
+        begin            number that the producer hands on with a stage: its block, and if ORDERED or TWO_SIDED whether
+                         that is masked; if DOWN, then for each stage the row of its dQ
+        begins           first key that each query of a stage sees, if BEGINS
+    """
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor
@@ -257,6 +271,12 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
 
     If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If DOWN, it also says where
     dQ goes, which is returned for the next step; otherwise the block is. If ORDERED, the writers know.
+
+    Args:
+        k, v: K and V of this consumer's keys in registers, if KV_IN_REGISTERS; otherwise not read.
+        step: number of the step since the CTA began, which selects stages and buffers.
+        key: first key of the tile.
+        seen: rows [first, stop) that see each of this consumer's keys; read if BOUNDS.
     """
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST

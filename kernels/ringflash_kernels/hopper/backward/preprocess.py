@@ -26,6 +26,7 @@ def _preprocess(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr,
     ZEROS: tl.constexpr,
 ):  # fmt: skip
+    """Compute (lse * log2(e), delta) of ROWS query rows of a head; with ZEROS, also fill their fp32 dQ with zeros."""
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -61,6 +62,7 @@ def _postprocess(
     acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks, dq_batch, dq_row, dq_head,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Scale and cast dQ of ROWS query rows of a head, and undo `problem.interleave` of its columns."""
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

@@ -227,14 +227,15 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Tensor:
     """Return the table of row tiles of the rows [first, end), most keys first: (tiles, 8) int32, cached with the mask.
 
-    Columns: tile, first_seen, first_full, end_full, end_seen. Any row sees the keys [first_seen, end_seen), and
-    every row [first_full, end_full).
+    Columns: tile, first_key, last_start, first_stop, end_key. Some row sees each of the keys [first_key, end_key), and
+    every row sees those of [last_start, first_stop).
     """
     key = ("forward_tiles", torch.device(device), rows_per_tile, rows)
     return mask.cached(key, lambda: _new_tile_table(mask, device, rows_per_tile, rows))
 
 
 def _new_tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Tensor:
+    """Return `tile_table` of a mask; a row that sees no key counts in no minimum or maximum of its tile."""
     start, stop = (bound[slice(*rows)] for bound in mask.bounds())
     empty = start == stop
 

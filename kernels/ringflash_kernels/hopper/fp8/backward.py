@@ -208,6 +208,7 @@ class _Products(host.HopperBackward):
     def _launch(
         self, records: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
     ) -> None:
+        """Launch the kernel of dK, dV and dQ for the records of a hop; dq in fp16 is rescaled before."""
         batch, _, num_heads, head_dim = self.q.shape
         num_groups = batch * num_heads // group
         tables = self._tables(mask, hop, dk.device, num_groups)

@@ -61,6 +61,7 @@ def _statistics(
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
     D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
+    """Compute `statistics` of ROWS query rows of a head; those of a KV head are joined by atomic maxima."""
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -111,6 +112,10 @@ def _query_operands(
     dout_batch, dout_row, dout_head, q_batch, q_row, q_head,
     D: tl.constexpr, SMALLEST: tl.constexpr, FP8_GRADIENTS: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
+    """Make the `QueryOperands` of 64 query rows of a head.
+
+    With FP8_GRADIENTS, q and a second dO are also rounded to e4m3, transposed. Without, q times its factor is bf16.
+    """
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     batch, head = batch_head // num_heads, batch_head % num_heads
@@ -162,6 +167,7 @@ def _set_unit(
     tail_ptr, maxima_ptr, num_blocks, num_kv_heads, tail_batch, tail_block, tail_head,
     D: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
+    """Choose the unit of dQ in fp16 for a KV head, so that no sum overflows, and its ratio to the previous unit."""
     head, batch = tl.program_id(0) % num_kv_heads, tl.program_id(0) // num_kv_heads
     at = tail_ptr + batch.to(tl.int64) * tail_batch + head.to(tl.int64) * tail_head
     block = tl.arange(0, 256)
@@ -185,6 +191,7 @@ def _set_unit(
 
 @triton.jit
 def _rescale(dq_ptr, maxima_ptr, size, group, PARTS: tl.constexpr, MAXIMA: tl.constexpr):
+    """Multiply the fp16 dQ of a head by the ratio of its new unit to the old one, unless that is 1."""
     batch_head = (tl.program_id(0) // PARTS).to(tl.int64)
     ratio = tl.load(maxima_ptr + batch_head // group * MAXIMA + 6)
     if ratio != 1.0:
@@ -200,6 +207,7 @@ def _key_operands(
     of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
     D: tl.constexpr, MODE: tl.constexpr, HAS_UNIT: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
+    """Dequantise, or transpose, a record's K and V as the products of MODE read them, and write the tile's SCALES."""
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
     batch = (tl.program_id(0) // (num_kv_heads * num_blocks)).to(tl.int64)
@@ -252,6 +260,7 @@ def _rotate_back(
     D: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, INTERLEAVED: gl.constexpr, HAS_FACTOR: gl.constexpr,
     HAS_UNIT: gl.constexpr, ACCUMULATE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Rotate ROWS rows of a head back, by a Hadamard transform in registers and signs, scale and store them."""
     ADJACENT: gl.constexpr = max(4, D // 32)
     to: gl.constexpr = adjacent_layout(ROWS, D, WARPS, 8)
     head = gl.program_id(0) % num_heads
