@@ -200,7 +200,7 @@ class UnitRun:
 
     def reach(self, marker: Marker, what: str, *values: object) -> None:
         """Tell the watchdog of a marker; arguments as `CallInFlight.reach`."""
-        self.memory.note(_reach, self.watched, marker, what, *values)
+        self.memory.run_on_host(_reach, self.watched, marker, what, *values)
 
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
         """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.

@@ -205,7 +205,7 @@ class GatheredKV:
         Returns:
             end of this work, after which the others may be pulled, and arrival of the first unit.
         """
-        self.memory.step(self.words.write, number, commands=self.words.write_commands)
+        self.memory.run(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
             self.memory.barrier(BEGIN)
@@ -250,18 +250,18 @@ class GatheredKV:
 
         The host also receives the numbers of the peers' calls.
         """
-        on_host = self.memory.note(self.words.for_host, number)
+        on_host = self.memory.run_on_host(self.words.for_host, number)
 
         def end() -> None:
             if on_host is not None:
                 commands = partial(self.words.send_commands, on_host)
-                self.memory.step(self.words.send_to_host, on_host, commands=commands)
+                self.memory.run(self.words.send_to_host, on_host, commands=commands)
             self.memory.barrier(PULLED)
 
         marker = self.memory.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
             expect = partial(self.words.expect, self.memory.group, self.memory.members)
-            self.memory.note(expect, number, marker, on_host)
+            self.memory.run_on_host(expect, number, marker, on_host)
         return marker
 
 

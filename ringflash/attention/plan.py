@@ -185,18 +185,18 @@ class CallPlan:
         return RingOfHops(hops, channel, *how)
 
 
-planned: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
-_MAX_PLANNED = 32
-_MAX_PACKED = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
+plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+_MAX_PLANS = 32
+_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
 
 
-def kept_plan(call: CallInputs) -> CallPlan | None:
+def cached_plan(call: CallInputs) -> CallPlan | None:
     """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
 
     If there is one, kernels can read these tensors as they are: plans are kept only for such strides and addresses.
     """
     key = _key(call)
-    return None if key is None else planned.get(key)
+    return None if key is None else plan_cache.get(key)
 
 
 def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
@@ -211,19 +211,19 @@ def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
     return forms, cu_seqlens, options, grad_flags, known_split(group)
 
 
-def plan_once(call: CallInputs) -> CallPlan:
+def plan_or_reuse(call: CallInputs) -> CallPlan:
     """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it was kept."""
     key, cu_seqlens = _key(call), call.cu_seqlens
-    plan = None if key is None else planned.get(key)
+    plan = None if key is None else plan_cache.get(key)
     if plan is None:
         plan = plan_call(call)
         if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
-            for old in [old for old, kept in planned.items() if store_of(kept.options.group) is None]:
-                del planned[old]  # its group has been destroyed
-            alike = [old for old in planned if (old[1] is None) == (cu_seqlens is None)]
-            if len(alike) == (_MAX_PLANNED if cu_seqlens is None else _MAX_PACKED):
-                del planned[alike[0]]
-            planned[key] = plan
+            for old in [old for old, kept in plan_cache.items() if store_of(kept.options.group) is None]:
+                del plan_cache[old]  # its group has been destroyed
+            alike = [old for old in plan_cache if (old[1] is None) == (cu_seqlens is None)]
+            if len(alike) == (_MAX_PLANS if cu_seqlens is None else _MAX_DOCUMENT_PLANS):
+                del plan_cache[alike[0]]
+            plan_cache[key] = plan
     return plan
 
 

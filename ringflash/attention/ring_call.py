@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
-from ringflash.attention.plan import CallPlan, kept_plan, plan_once
+from ringflash.attention.plan import CallPlan, cached_plan, plan_or_reuse
 from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
@@ -73,12 +73,12 @@ class RingCall:
         if self.error is not None:
             return tensors
         try:
-            self._plan = kept_plan(call)
+            self._plan = cached_plan(call)
             if self._plan is not None:
                 return call.q, call.k, call.v, *map(make_addressable, others)
             addressable = tuple(map(make_addressable, tensors))
             q, k, v, *_ = addressable
-            self._plan = plan_once(call._replace(q=q, k=k, v=v))
+            self._plan = plan_or_reuse(call._replace(q=q, k=k, v=v))
         except Exception as error:  # an ImportError, say, of a kernel's package on one host
             if self.group is None:
                 raise

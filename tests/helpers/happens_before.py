@@ -307,10 +307,10 @@ class RecordedMemory:
     def wait(self, *markers: Point) -> None:
         self.process.wait(*(marker.node for marker in markers))
 
-    def step(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
+    def run(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
         return work(*args)
 
-    note = step
+    run_on_host = run
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()

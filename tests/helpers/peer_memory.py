@@ -64,10 +64,10 @@ class Threads:
         for token in tokens:
             token.wait()
 
-    def step(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
+    def run(self, work: Callable[..., T], *args: Any, commands: object = None) -> T:
         return work(*args)
 
-    note = step
+    run_on_host = run
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -72,7 +72,7 @@ def over(transport: str) -> Iterator[None]:
     """All calls take this transport."""
     with (
         mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport),
-        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+        mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
     ):
         yield
 
@@ -83,7 +83,7 @@ def in_sections(turns: bool) -> Iterator[None]:
     third stage."""
     _forget_blocks()
     with (
-        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+        mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
         mock.patch.object(sections, "choose_sections", lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)),
         mock.patch.object(sections, "PUBLISHED_BYTES", 0),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),
@@ -108,7 +108,7 @@ def in_blocks() -> Iterator[None]:
 
     with (
         mock.patch("ringflash.attention.plan.choose_blocks", choose),
-        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+        mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
     ):
         yield
 

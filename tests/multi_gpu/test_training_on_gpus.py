@@ -352,7 +352,7 @@ def kernels(task: Task) -> Iterator[set[str]]:
 
     with (
         mock.patch("ringflash.attention.plan.choose_impl", choose),
-        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+        mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
     ):
         yield used
 

@@ -94,7 +94,7 @@ def step(ctx: Context, case: Case, folder: str) -> Found:
 
     with (
         mock.patch("ringflash.attention.plan.choose_impl", choose),
-        mock.patch.dict("ringflash.attention.plan.planned", clear=True),
+        mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
     ):
         got, loss = step_of_trainer(ctx, model, [row[0].tolist() for row in rows], case, folder)
     return {**judged(got, want, low, loss, case.dtype, ctx.size), "kernels": sorted(used)}

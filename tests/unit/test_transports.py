@@ -387,7 +387,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
         made.append(call.grad_flags)
         return plan.CallPlan(mock.Mock(), "hopper", "", decided[0], "copy_engine", call.options)
 
-    monkeypatch.setattr(plan, "planned", {})
+    monkeypatch.setattr(plan, "plan_cache", {})
     monkeypatch.setattr(plan, "plan_call", make)
     monkeypatch.setattr(plan, "store_of", lambda group: group if group in alive else None)
     monkeypatch.setattr(plan, "known_split", lambda _: splits[0])
@@ -400,7 +400,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     ) -> int:  # fmt: skip
         x: Any = mock.Mock(device=torch.device("cuda", 0), shape=(1, 8, 2, 8), dtype=torch.bfloat16)
         x.stride.return_value, x.data_ptr.return_value = (stride,), address
-        plan.plan_once(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
+        plan.plan_or_reuse(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
         return len(made)
 
     assert [ask(), ask(), ask(address=32), ask(stride=9), ask(address=2), ask(flags=7)] == [1, 1, 1, 2, 3, 4]
@@ -415,8 +415,8 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     assert [ask(stride=7), ask(stride=7)] == [9, 10]
     decided[0], other = Algorithm.GATHER, object()
     alive[:] = [other]
-    assert ask(group=other) == 11 and len(plan.planned) == 1
+    assert ask(group=other) == 11 and len(plan.plan_cache) == 1
     for bound in range(1, 60):  # packed data have other documents in each step
         ask(group=other, documents=Documents((0, bound, 64)))
-    assert len(plan.planned) <= schedule.plan_single_block.cache_parameters()["maxsize"] + 1
+    assert len(plan.plan_cache) <= schedule.plan_single_block.cache_parameters()["maxsize"] + 1
     assert ask(group=other) == 11 + 59  # and calls without documents keep theirs

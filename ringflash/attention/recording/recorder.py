@@ -1,4 +1,4 @@
-"""Recorder of a call. It observes launches and torch's operators; the call reports all else by `step` and `note`."""
+"""Recorder of a call. It observes launches and torch's operators; lanes report all else, by `run` and `run_on_host`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ringflash.attention.recording.repeated_launch import repeat_launch
 from ringflash.attention.recording.slots import Slots
 from ringflash.attention.recording.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
-from ringflash.attention.recording.steps import Repetition, Step, Tensors, dropping, entering, view_of
+from ringflash.attention.recording.steps import Repetition, Step, Tensors, enter_step, free_step, view_of
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import driver
 from ringflash.comm.transport.lanes import Commands, Lanes
@@ -26,7 +26,7 @@ ALLOCATIONS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records a call: torch's operators as a dispatch mode, the rest as it is told.
+    """Recorder of one call: of torch's operators as a dispatch mode, of the rest as lanes and launchers report it.
 
     Attributes:
         problems: why the call cannot be repeated; empty: it can.
@@ -39,34 +39,34 @@ class Recorder(TorchDispatchMode):
         self._recorded: list[RecordedStep | RecordedEvent] = []
         self._memory, self._first = memory, memory.current()
         self._entered = self._first
-        self._made: dict[int, tuple[object, int]] = {}  # what is made by each call: events, and results of notes
-        self._seen_by_host: set[int] = set()  # events for whose end the host looks
+        self._made: dict[int, tuple[object, int]] = {}  # events, and results of `run_on_host`: each call makes its own
+        self._seen_by_host: set[int] = set()  # events that the host queries
         self._paused = False
 
     @property
     def num_events(self) -> int:
-        """Number of events of a repetition and results of notes."""
+        """Number of events of a repetition and results of `run_on_host`."""
         return len(self._made)
 
     def mark(self, event: Any, stream: torch.cuda.Stream) -> None:
-        """Note that an event was recorded on a stream."""
+        """Record that a stream records an event."""
         self._drop_freed()
         self._recorded.append(RecordedEvent(self._add_made(event), stream, waits=False))
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None:
-        """Note that a stream waits for an event."""
+        """Record that a stream waits for an event."""
         self._drop_freed()
         self._recorded.append(RecordedEvent(self._index_of(event), stream, waits=True))
 
-    def step(self, work: Callable[..., None], args: tuple[Any, ...], commands: Commands | None) -> None:
-        """Run work on the current stream, and note it."""
+    def run(self, work: Callable[..., None], args: tuple[Any, ...], commands: Commands | None) -> None:
+        """Run work on the current stream, and record it."""
         self._enter()
         _, again = self._run(work, args)
         made = None if commands is None or driver() is None else commands(self._entered.cuda_stream, self._index_of)
         self._recorded.append(RecordedStep(Role.WORK, again, self._entered, made))
 
-    def note(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run work of the host, and note it; each repetition runs it again with its own events, number and call."""
+    def run_on_host(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run work of the host, and record it; a repetition runs it again with its own events, number and call."""
         result, again = self._run(work, args)
         if result is None:
             self._add(Role.LATE, again)
@@ -76,11 +76,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def give_up(self, problem: str) -> None:
-        """Note that the call cannot be repeated."""
+        """Remember why the call cannot be repeated."""
         self.problems.append(problem)
 
     def launch(self, launch: Any) -> None:
-        """Note the launch of a kernel; None if triton compiled it, which may allocate."""
+        """Record the launch of a kernel; None if triton compiled it, which may allocate."""
         self._drop_freed()
         if launch is None:
             self.give_up("a kernel was compiled")
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         if func.is_view:
             self.slots.add_views(args[0], out)
         else:
-            self._note_operator(func, args, kwargs or {}, out)
+            self._record_operator(func, args, kwargs or {}, out)
         return out
 
     def finish(self, results: tuple[Tensor, ...]) -> tuple[list[Step], list[int]]:
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         return repeated_steps(self._recorded, self._seen_by_host, self._memory, self._first), slots
 
     def _run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Callable[[Repetition], Any]]:
-        """Run work, of which nothing is noted. Return its result, and what runs it in a repetition."""
+        """Run work without observing it. Return its result, and the function that runs it in a repetition."""
         self._drop_freed()
         self._paused = True
         try:
@@ -132,8 +132,8 @@ class Recorder(TorchDispatchMode):
 
         return result, again if events or numbers or calls else lambda now: work(*args)
 
-    def _note_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Note an operator that is no view; one that writes to no element of a tensor is left out."""
+    def _record_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Record an operator that is no view; one that writes to no element of a tensor is left out."""
         tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, Tensor)]
         in_place = isinstance(out, Tensor) and bool(tensors) and out is tensors[0][1]
         if in_place and not out.numel():
@@ -141,7 +141,7 @@ class Recorder(TorchDispatchMode):
         self._drop_freed()
         self._enter()
         if func in ALLOCATIONS:
-            self._note_allocation(out)
+            self._record_allocation(out)
             return
         nested = len([x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]) > len(tensors)
         if nested or not (in_place or self.slots.is_new(out)):
@@ -170,7 +170,8 @@ class Recorder(TorchDispatchMode):
 
         self._recorded.append(RecordedStep(Role.WORK, again, self._entered))
 
-    def _note_allocation(self, out: Tensor) -> None:
+    def _record_allocation(self, out: Tensor) -> None:
+        """Give a new tensor a slot, and record its allocation."""
         self.slots.add(out)
         shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
 
@@ -187,17 +188,17 @@ class Recorder(TorchDispatchMode):
     def _drop_freed(self) -> None:
         """Let a repetition free what this call has freed since the last step."""
         for slot in self.slots.freed():
-            self._add(Role.DROP, dropping(slot))
+            self._add(Role.DROP, free_step(slot))
 
     def _enter(self) -> None:
         """Make the current stream that of a repetition, for what follows."""
         stream = self._memory.current()
         if stream != self._entered:
             self._entered = stream
-            self._add(Role.ENTER, entering(self._memory, stream))
+            self._add(Role.ENTER, enter_step(self._memory, stream))
 
     def _add_made(self, thing: object) -> int:
-        """Return the index of an event, or of a note's result, that each call makes."""
+        """Return the index of an event, or of a result of `run_on_host`, that each call makes."""
         index = len(self._made)
         self._made[id(thing)] = thing, index
         return index

@@ -15,7 +15,7 @@ from ringflash.comm.driver import driver, plain_launch
 
 
 class Address:
-    """Stand-in for the tensor of a descriptor."""
+    """Stand-in for the tensor of a TMA descriptor, which is asked for its address only."""
 
     __slots__ = ("address",)
 
@@ -32,7 +32,7 @@ def repeat_launch(
     """Return the step that repeats a launch, and the command that does the same, if there is one.
 
     Args:
-        launch: as the launcher tells it.
+        launch: the record that `observed_launches` of the kernels hands on.
         place_of: `Slots.place`.
     """
     given, launch = launch.args, launch._replace(args=())  # a step must not keep tensors

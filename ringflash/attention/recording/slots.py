@@ -13,13 +13,13 @@ from ringflash.attention.recording.steps import Tensors
 
 
 class Slots:
-    """The *slots* of a call: its inputs, then its allocations. A tensor is addressed by a slot and the offset there.
+    """The *slots* of a call: its inputs, then its allocations. A tensor is addressed by a slot and an offset in bytes.
 
-    All others belong to the group or the mask, and keep their place as long as the tape, which is dropped with the
-    areas.
+    All other tensors belong to the group or the mask, and keep their address as long as the tape, which is dropped with
+    the areas.
 
     Args:
-        give_up: told why a call cannot be repeated.
+        give_up: called with the reason if the call cannot be repeated.
     Attributes:
         kept: tensors without a slot.
     """
@@ -35,7 +35,7 @@ class Slots:
         self._allocated: dict[int, tuple[int, StorageWeakRef]] = {}  # slots, by storage
 
     def add_views(self, x: Tensor, views: Any) -> None:
-        """Note views, if they are of an input."""
+        """Remember views of an input as parts of its slot; other views need no slot."""
         known = self._inputs.get(id(x))
         if known is not None:
             self._inputs |= {id(view): (view, known[1]) for view in tree_leaves(views)}

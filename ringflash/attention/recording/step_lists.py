@@ -1,7 +1,7 @@
 """The steps of a recorded call as a repetition makes them: one by one or, with the driver, in lists of commands.
 
 A list ends at other work of torch, and where memory is allocated after some was freed. Other allocations precede the
-list in which they fall. Notes follow it, and so does what frees memory.
+list in which they fall. Work of the host follows it, and so do steps that free memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ringflash.attention.recording.steps import Step, entering, issuing, recording, taking
+from ringflash.attention.recording.steps import Step, enter_step, issue_step, record_step, take_event_step
 from ringflash.comm.commands import Command, record_command, wait_command
 from ringflash.comm.driver import Driver, driver
 from ringflash.comm.events import new_event
@@ -34,8 +34,8 @@ class RecordedStep(NamedTuple):
     """A step of the recorded call.
 
     Args:
-        stream: the current stream that it needs, if it needs one.
-        commands: of the driver, which do what `step` does, if there are any.
+        stream: stream that must be current, or None if any may be.
+        commands: commands of the driver that do the same as `step`, or None.
     """
 
     role: Role
@@ -45,16 +45,20 @@ class RecordedStep(NamedTuple):
 
 
 class RecordedEvent(NamedTuple):
-    """An event that a stream records or waits for, in the recorded call."""
+    """An event that a stream records or waits for, in the recorded call.
 
-    event: int  # index
+    Args:
+        event: index among the events of the call.
+    """
+
+    event: int
     stream: torch.cuda.Stream
     waits: bool
 
     def step(self, shared: torch.cuda.Event | None) -> Step:
-        """Return what does the same, with an event that serves all calls or with one of each."""
+        """Return the step that does the same, with an event that all calls share, or if that is None with a new one."""
         event, stream = self.event, self.stream
-        return (lambda now: now.events[event].wait(stream)) if self.waits else recording(event, stream, shared)
+        return (lambda now: now.events[event].wait(stream)) if self.waits else record_step(event, stream, shared)
 
     def command(self, shared: torch.cuda.Event | None) -> Command:
         """Return the command that does the same."""
@@ -73,22 +77,22 @@ def repeated_steps(
     """Return the steps of a repetition.
 
     Args:
-        seen_by_host: indices of events for whose end the host looks.
-        current: the stream on which it begins.
+        seen_by_host: indices of events that the host queries. All calls share one CUDA event for each of the others.
+        current: the stream on which the repetition begins.
     """
     # Only streams wait for the others. A wait is for the last record before it, so one event serves all calls.
     records = [x for x in recorded if isinstance(x, RecordedEvent) and not x.waits]
     shared = {x.event: new_event(x.stream) for x in records if x.event not in seen_by_host}
-    known = driver()
-    if known is not None:
-        return list(_in_lists(recorded, shared, known, memory, current))
+    cuda_driver = driver()
+    if cuda_driver is not None:
+        return list(_in_lists(recorded, shared, cuda_driver, memory, current))
     return [x.step(shared.get(x.event)) if isinstance(x, RecordedEvent) else x.step for x in recorded]
 
 
 def _in_lists(
     recorded: Sequence[RecordedStep | RecordedEvent],
     shared: dict[int, torch.cuda.Event],
-    known: Driver,
+    cuda_driver: Driver,
     memory: Lanes,
     current: torch.cuda.Stream,
 ) -> Iterator[Step]:
@@ -102,7 +106,7 @@ def _in_lists(
         if isinstance(x, RecordedEvent):
             commands.append(x.command(shared.get(x.event)))
             if not x.waits and x.event not in shared:
-                yield taking(x.event, x.stream)
+                yield take_event_step(x.event, x.stream)
         elif x.commands is not None:
             commands += x.commands
         elif x.role in (Role.LATE, Role.DROP):
@@ -110,15 +114,15 @@ def _in_lists(
             frees |= x.role is Role.DROP
         elif x.role is not Role.ENTER:
             if not (x.role is Role.EARLY or x.role is Role.ALLOCATE and not frees):
-                yield from _list_of(known, commands, late)
+                yield from _list_of(cuda_driver, commands, late)
                 commands, late, frees = [], [], False
             if x.stream is not None and x.stream != current:
                 current = x.stream
-                yield entering(memory, current)
+                yield enter_step(memory, current)
             yield x.step
-    yield from _list_of(known, commands, late)
+    yield from _list_of(cuda_driver, commands, late)
 
 
-def _list_of(known: Driver, commands: list[Command], late: list[Step]) -> list[Step]:
-    """Return the step that issues commands, if there are any, and those that follow it."""
-    return [issuing(known, commands), *late] if commands else late
+def _list_of(cuda_driver: Driver, commands: list[Command], late: list[Step]) -> list[Step]:
+    """Return the step that issues commands, if there are any, and the late steps that follow it."""
+    return [issue_step(cuda_driver, commands), *late] if commands else late

@@ -1,4 +1,4 @@
-"""Steps of a repeated call, and what they have in common."""
+"""Steps of a repeated call: functions of the `Repetition` that they are run for."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Repetition:
     """A call that repeats a tape.
 
     Attributes:
-        tensors: the call's inputs, then what it allocates.
-        addresses: of these.
-        events: what it has recorded, and results of notes.
+        tensors: by slot: the call's inputs, then its allocations; None once freed.
+        addresses: addresses of these.
+        events: events that it has recorded, and results of `run_on_host`, by index.
     """
 
     __slots__ = ("addresses", "events", "number", "tensors", "watched")
@@ -41,7 +41,11 @@ Step = Callable[[Repetition], None]
 
 
 def view_of(x: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
-    """Return the function that takes the same view as x of the tensor of its slot."""
+    """Return the function that takes of a slot's tensor the view that x is of it.
+
+    Args:
+        offset: bytes from the address of the slot's tensor to that of x.
+    """
     shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
     first = offset // dtype.itemsize
 
@@ -51,8 +55,8 @@ def view_of(x: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
     return view
 
 
-def recording(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> Step:
-    """Return the step that records an event, or a new one."""
+def record_step(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None) -> Step:
+    """Return the step that records an event on a stream: the given one, or a new one, as event `index` of the call."""
 
     def record(now: Repetition) -> None:
         now.events[index] = stream.record_event(event)
@@ -60,8 +64,8 @@ def recording(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event | N
     return record
 
 
-def taking(index: int, stream: torch.cuda.Stream) -> Step:
-    """Return the step that takes an event for a command."""
+def take_event_step(index: int, stream: torch.cuda.Stream) -> Step:
+    """Return the step that takes a free event from the pool, which a command then records, as event `index`."""
 
     def take(now: Repetition) -> None:
         now.events[index] = take_event(stream)
@@ -69,11 +73,11 @@ def taking(index: int, stream: torch.cuda.Stream) -> Step:
     return take
 
 
-def issuing(known: Driver, commands: list[Command]) -> Step:
+def issue_step(cuda_driver: Driver, commands: list[Command]) -> Step:
     """Return the step that issues a list of commands."""
     places = sorted({command.value for command in commands if command.value >= 0})
     values = {place: value for value, place in enumerate(places)}
-    made = CommandList(known, [command._replace(value=values.get(command.value, -1)) for command in commands])
+    made = CommandList(cuda_driver, [command._replace(value=values.get(command.value, -1)) for command in commands])
 
     def issue(now: Repetition) -> None:
         made.issue(now.addresses, [address_of(now.events[place]) for place in places], now.number.word)
@@ -81,7 +85,7 @@ def issuing(known: Driver, commands: list[Command]) -> Step:
     return issue
 
 
-def entering(memory: Lanes, stream: torch.cuda.Stream) -> Step:
+def enter_step(memory: Lanes, stream: torch.cuda.Stream) -> Step:
     """Return the step that makes a stream current."""
 
     def enter(_: Repetition) -> None:
@@ -90,7 +94,9 @@ def entering(memory: Lanes, stream: torch.cuda.Stream) -> Step:
     return enter
 
 
-def dropping(slot: int) -> Step:
+def free_step(slot: int) -> Step:
+    """Return the step that frees the tensor of a slot."""
+
     def drop(now: Repetition) -> None:
         now.tensors[slot] = None
 

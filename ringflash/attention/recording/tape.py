@@ -33,7 +33,7 @@ class Tape:
     """Steps of the calls of one form; none before a call has been recorded.
 
     Args:
-        kept: what the key of the tape refers to.
+        kept: object that must live as long as the tape, because the tape's key has its id.
     """
 
     def __init__(self, kept: object) -> None:
@@ -76,12 +76,12 @@ class Tape:
 
 
 def form_of(tensors: Tensors) -> Hashable:
-    """Return what the steps of a call depend on, of its tensors, if they are aligned."""
+    """Return the part of a tape's key that its tensors decide: shapes, strides and dtypes, but not addresses."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
 
 
 def can_repeat(impl: str, device: torch.device, tensors: Tensors) -> bool:
-    """Return True if a call is a list of steps: all launches are observed, and no profiler or graph sees them.
+    """Return True if a call can be a list of steps: all launches are observed, and no profiler or graph sees them.
 
     Kernels are compiled for tensors at multiples of 16 bytes.
     """

@@ -99,19 +99,19 @@ class GroupAreas(Protocol):
     def wait(self, *markers: Marker) -> None:
         """Order the current stream after these markers."""
 
-    def step(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
+    def run(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
         """Run `work(*args)`, which uses the current stream.
 
-        A repetition of the call runs it again, with its own number, watched call, markers and results of `note`; or it
-        issues the commands that ask for the same.
+        If the call is recorded, a repetition runs it again, with its own number, watched call, markers and results of
+        `run_on_host`; or it issues commands that do the same.
 
         Args:
-            commands: returns these for a stream, given a function that finds the index of the result of a `note`.
-                None, or if it returns None: there are none.
+            commands: function of a stream, and of a function that finds the index of a result of `run_on_host`; returns
+                these commands. None, or if it returns None: there are none.
         """
 
-    def note(self, work: Callable[..., T], *args: Any) -> T:
-        """Run work as `step` does, on the host only, and return its result."""
+    def run_on_host(self, work: Callable[..., T], *args: Any) -> T:
+        """Run `work(*args)` as `run` does, but without using the device, and return its result."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""

@@ -140,11 +140,11 @@ class CopyEngine(Lanes):
         def commands(stream: int, _: object) -> list[Command]:
             return [one for batch in batches for one in batch.commands(stream)]
 
-        return functools.partial(self.step, move, commands=commands)
+        return functools.partial(self.run, move, commands=commands)
 
     def barrier(self, channel: int) -> None:
-        self.step(self._pass_barrier, channel, commands=functools.partial(self._barrier_commands, channel))
-        self.note(self._count_barrier)
+        self.run(self._pass_barrier, channel, commands=functools.partial(self._barrier_commands, channel))
+        self.run_on_host(self._count_barrier)
 
     def _pass_barrier(self, channel: int) -> None:
         self._pad[1].barrier(channel, self._timeout_ms)

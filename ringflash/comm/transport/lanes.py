@@ -54,9 +54,9 @@ class CallRecorder(Protocol):
 
     def wait(self, event: Any, stream: torch.cuda.Stream) -> None: ...
 
-    def step(self, work: Callable[..., None], args: tuple[Any, ...], commands: Commands | None) -> None: ...
+    def run(self, work: Callable[..., None], args: tuple[Any, ...], commands: Commands | None) -> None: ...
 
-    def note(self, work: Callable[..., T], args: tuple[Any, ...]) -> T: ...
+    def run_on_host(self, work: Callable[..., T], args: tuple[Any, ...]) -> T: ...
 
     def give_up(self, problem: str) -> None: ...
 
@@ -96,14 +96,14 @@ class Lanes:
     def wait(self, *markers: Marker) -> None:
         self._wait(self.current(), markers)
 
-    def step(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
+    def run(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
         if self.recorder is None:
             work(*args)
         else:
-            self.recorder.step(work, args, commands)
+            self.recorder.run(work, args, commands)
 
-    def note(self, work: Callable[..., T], *args: Any) -> T:
-        return work(*args) if self.recorder is None else self.recorder.note(work, args)
+    def run_on_host(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args) if self.recorder is None else self.recorder.run_on_host(work, args)
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         return _OneStream(self)

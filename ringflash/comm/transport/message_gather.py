@@ -62,7 +62,7 @@ class NcclGather(Lanes):
                 target.copy_(source, non_blocking=True)
             pending.wait()
 
-        return functools.partial(self.step, move)
+        return functools.partial(self.run, move)
 
     def barrier(self, channel: int) -> None:
         """Do nothing, since messages order the ranks."""
