@@ -11,7 +11,8 @@ seeding        temporary seeding of random number generators, by rank
 modules/       agreement about modules: buffers, averages of gradients, FSDP2 units
 transport/     transfers of K, V and gradients: messages, or copies between GPUs
 watchdog/      report and end of stalled calls
-driver         the CUDA driver, which issues lists of commands by a function in C (commands, issue_in_c, events)
+driver         the CUDA driver, and lists of its commands that a function in C issues (driver_commands, command_issuer)
+event_pool     events that calls use again
 cuda_graphs    memory that stays at its address for captured calls
 wait_timer     timer of the waits between kernels
 profiling      named ranges for profilers

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.comm.commands import Command, copy_command, write_command
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.driver_commands import Command, copy_command, write_command
 from ringflash.comm.group import store_of
 
 HEADER_BYTES = 256  # at the start of an area: the word of the call, and padding that aligns the tensors after it

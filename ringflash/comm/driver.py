@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ringflash.comm.commands import LAUNCH, Command
-from ringflash.comm.issue_in_c import compiled
+from ringflash.comm.command_issuer import compiled
+from ringflash.comm.driver_commands import LAUNCH, Command
 
 _FUNCTIONS = (
     "cuEventRecord", "cuStreamWaitEvent", "cuStreamWriteValue64_v2", "cuMemcpyAsync", "cuLaunchKernel",
@@ -64,7 +64,7 @@ class CommandList:
     """Commands that are issued together, in their order.
 
     Args:
-        commands: those of `ringflash.comm.commands` and of `Driver.plain_launch`.
+        commands: those of `ringflash.comm.driver_commands` and of `Driver.plain_launch`.
     """
 
     def __init__(self, driver: Driver, commands: Sequence[Command]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.comm.transport import CopyEngine, open_transport
-from ringflash.comm.transport.exchanges import Exchanges
+from ringflash.comm.transport.store_exchanges import StoreExchangeCount
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
@@ -155,7 +155,7 @@ def after_a_mapping_of_one_rank(ctx: Context, impl: str) -> bool:
     assert isinstance(memory, CopyEngine)
     ringflash.release_buffers()
     if ctx.rank == 0:
-        alone = Exchanges(lambda: memory._empty(16), ctx.device)
+        alone = StoreExchangeCount(lambda: memory._empty(16), ctx.device)
         alone.catch_up(alone.count + 3)  # a mapping, and an exchange more
     return torch.equal(call(), before)
 

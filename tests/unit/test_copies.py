@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from ringflash.comm.command_issuer import compiled
 from ringflash.comm.driver import CommandList
-from ringflash.comm.issue_in_c import compiled
 from ringflash.comm.transport import copies
 from ringflash.comm.transport.areas import Incoming
 from ringflash.comm.transport.copies import Copies

@@ -29,9 +29,9 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.recording import recorder, repeated_launch, step_lists, tape
 from ringflash.attention.sections import Sections
-from ringflash.comm import call_numbers, driver, events
+from ringflash.comm import call_numbers, driver, event_pool
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.issue_in_c import compiled
+from ringflash.comm.command_issuer import compiled
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
@@ -294,7 +294,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         lambda copies, stream: [LOGS[-1].copy(stream.name, *each) for each in zip(*copies._arrays, strict=True)],
     )
     monkeypatch.setattr(step_lists, "new_event", lambda _: Event())
-    monkeypatch.setattr(events, "new_event", lambda _: Event())
+    monkeypatch.setattr(event_pool, "new_event", lambda _: Event())
     monkeypatch.setattr(call_numbers, "expect", expect)
     with cuda_properties(132):
         yield

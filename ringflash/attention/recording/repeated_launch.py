@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ringflash.attention.recording.steps import Repetition, Step
-from ringflash.comm.commands import Command
 from ringflash.comm.driver import driver, plain_launch
+from ringflash.comm.driver_commands import Command
 
 
 class Address:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from ringflash.attention.recording.steps import Step, enter_step, issue_step, record_step, take_event_step
-from ringflash.comm.commands import Command, record_command, wait_command
 from ringflash.comm.driver import Driver, driver
-from ringflash.comm.events import new_event
+from ringflash.comm.driver_commands import Command, record_command, wait_command
+from ringflash.comm.event_pool import new_event
 from ringflash.comm.transport.lanes import Lanes
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.commands import Command
 from ringflash.comm.driver import CommandList, Driver
-from ringflash.comm.events import address_of, take_event
+from ringflash.comm.driver_commands import Command
+from ringflash.comm.event_pool import address_of, take_event
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 

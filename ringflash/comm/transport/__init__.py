@@ -4,7 +4,7 @@ opening          choice of a group's transport, opened on first use
 point_to_point   batches of sends and receives, over gloo or NCCL
 areas            interface of the transports that move what ranks have written to named memory areas
 copy_engine      areas that all GPUs of a host map, and copies between them
-exchanges        torch's count of the exchanges that map memory, made equal on all ranks
+store_exchanges  torch's count of its exchanges over the store, made equal on all ranks before memory is mapped
 message_gather   areas whose contents travel as messages of NCCL or gloo
 lanes            CUDA streams and cached views, shared by both kinds of areas
 copies           many copies between GPUs with one driver call

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ringflash.comm.commands import Command, copies_command, copy_command
 from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.driver_commands import Command, copies_command, copy_command
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE

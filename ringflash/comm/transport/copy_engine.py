@@ -14,14 +14,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from ringflash.comm import cuda_graphs
 from ringflash.comm.agreement import gather
-from ringflash.comm.commands import Command
 from ringflash.comm.communicator import register_members, register_peers
 from ringflash.comm.driver import plain_launch
+from ringflash.comm.driver_commands import Command
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies
-from ringflash.comm.transport.exchanges import Exchanges
 from ringflash.comm.transport.lanes import Lanes, T
+from ringflash.comm.transport.store_exchanges import StoreExchangeCount
 
 _PAD_BYTES = 16  # the least that torch allocates, beside a pad of signals
 
@@ -81,7 +81,7 @@ class CopyEngine(Lanes):
 
     def _count_exchanges(self) -> Callable[[], None]:
         """Compare how many exchanges torch has counted; return the function that brings this rank to the most."""
-        exchanges, problem = _allocate(lambda: Exchanges(lambda: self._empty(_PAD_BYTES), self._device))
+        exchanges, problem = _allocate(lambda: StoreExchangeCount(lambda: self._empty(_PAD_BYTES), self._device))
         answers = gather(self.group, [problem, exchanges and exchanges.count])
         _raise_together([said for said, _ in answers])
         assert exchanges is not None

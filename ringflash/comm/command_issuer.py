@@ -1,4 +1,4 @@
-"""The function in C that issues a list of commands."""
+"""The function in C that issues a list of driver commands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The number of exchanges in which this process has mapped memory, as torch counts them, made equal on all ranks.
+"""Count of torch's store exchanges in this process, made equal on all ranks before memory is mapped.
 
-torch up to 2.14 counts them by process, and the number is part of the keys through which the ranks of a group find one
-another. After other groups of some ranks grew more often, or another library mapped memory on some ranks only, a rank
+A rendezvous of symmetric memory takes two or three exchanges over the group's store. torch up to 2.14 counts them by
+process, and the number is part of the keys through which the ranks of a group find one another. After other groups of some ranks grew more often, or another library mapped memory on some ranks only, a rank
 would wait for keys that nobody sets (pytorch issue 196082). Later versions count by store: all ranks then have the
 same number here.
 """
@@ -24,14 +24,16 @@ _AT_ONCE = timedelta(milliseconds=1)
 _names = itertools.count()
 
 
-class Exchanges:
-    """Exchanges that torch has counted in this process.
+class StoreExchangeCount:
+    """Number of store exchanges that torch has counted in this process.
 
-    They are measured by mapping memory of one's own. Its errors would also occur among several ranks, and leave the
-    others waiting, so it is a rehearsal, too.
+    It is read from the keys of a rendezvous of this rank alone. An error of that one would also occur among several
+    ranks, and leave the others waiting, so it is a rehearsal, too.
 
     Args:
-        allocate: returns a new area of a few bytes on the device.
+        allocate: function that returns a new area of a few bytes on the device.
+    Attributes:
+        count: number of exchanges so far; 0 if torch exchanges over the communicator of the group.
     """
 
     def __init__(self, allocate: Callable[[], Tensor], device: torch.device) -> None:
@@ -44,7 +46,7 @@ class Exchanges:
             self.count, self._step = max(numbers) + 1, len(numbers)
 
     def catch_up(self, count: int) -> None:
-        """Add exchanges, by mapping memory of one's own, until torch has counted as many as another rank's."""
+        """Add exchanges, by rendezvous of this rank alone, until torch has counted as many as on another rank."""
         while self.count + self._step <= count:
             self._map(dist.HashStore())
             self.count += self._step
