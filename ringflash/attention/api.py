@@ -18,7 +18,7 @@ from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.comm.agreement import agree
-from ringflash.comm.call_numbers import in_row, is_eager
+from ringflash.comm.call_numbers import in_batch_row, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import UNDECIDED, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
@@ -56,11 +56,11 @@ def ring_attention(
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
             its length, equal on all ranks; batch must then be 1. Or a table of documents that continue one another or
-            see both ways, with causal=True (`document_table`); a window then counts along the path. For more rows give
-            a list with the bounds of each: the rows are then attended one after another. On the CPU it costs no
-            synchronisation. The backward uses the values that the forward read. A tensor on a GPU is read again only
-            after torch has seen a write to it: give a new tensor if the values change through `.data` or a kernel.
-            Refused while a CUDA graph is captured.
+            see both ways, with causal=True (`document_table`); a window then counts along the path. For a larger batch
+            give a list with the bounds of each sequence; the sequences are then computed one after another. A tensor on
+            the CPU costs no synchronisation. One on a GPU is read again only after torch has seen a write to it: give a
+            new tensor if the values change through `.data` or a kernel. The backward uses the values that the forward
+            read. Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
             "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
@@ -106,13 +106,13 @@ def attend(
     try:
         left, right = _sides(window_size)
         scale = _scale(q, softmax_scale)
-        _check_rows(cu_seqlens, q, k, v)
+        _check_batch_rows(cu_seqlens, q, k, v)
     except (ValueError, TypeError) as error:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
     if isinstance(cu_seqlens, Sequence):
         arguments = {"causal": causal, "softmax_scale": scale, "window_size": (left, right), "return_lse": return_lse}
-        return _attend_rows(q, k, v, options, cu_seqlens, arguments)
+        return _attend_batch_rows(q, k, v, options, cu_seqlens, arguments)
     if torch.compiler.is_compiling():
         _check_compiled_differentiation()
     else:
@@ -130,18 +130,18 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _attend_rows(
+def _attend_batch_rows(
     q: Tensor, k: Tensor, v: Tensor, options: CallOptions, bounds: Sequence[Tensor], arguments: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend each row of a batch to its own documents, one after the other.
+    """Run one call for each sequence of a batch, with that sequence's documents.
 
-    Each row has a name: otherwise ranks with fewer rows would pair their next call with a row of this one.
+    Each call is named by its batch row: otherwise a rank with fewer rows would pair its next call with one of these.
     """
     rows, named = [], is_eager()
     if not named and not torch.compiler.is_compiling():
         agree(options.group, {"rows of cu_seqlens": len(bounds)}, device=q.device)
     for index, (a, b, c, cu_seqlens) in enumerate(zip(q.split(1), k.split(1), v.split(1), bounds, strict=True)):
-        with in_row(index, len(bounds)) if named else nullcontext():
+        with in_batch_row(index, len(bounds)) if named else nullcontext():
             rows.append(attend(a, b, c, options, cu_seqlens=cu_seqlens, **arguments))
     if not arguments["return_lse"]:
         return torch.cat(rows)  # type: ignore[arg-type]
@@ -216,10 +216,10 @@ def explain(
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
-    moved_by = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
+    transport = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
-        plan.impl, plan.impl_reason, algorithm, moved_by, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
-        plan.schedule.num_visible, comm_sms(plan.impl, moved_by), buffer_bytes(), plan.transport_reason,
+        plan.impl, plan.impl_reason, algorithm, transport, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
+        plan.schedule.num_visible, comm_sms(plan.impl, transport), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
@@ -271,8 +271,8 @@ def _scale(q: Tensor, given: float | None) -> float:
     return float(given)
 
 
-def _check_rows(cu_seqlens: object, *tensors: Tensor) -> None:
-    """Raise ValueError unless a list of bounds has a tensor for each row of the batch."""
+def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
+    """Raise ValueError unless a list of bounds has a tensor for each sequence of the batch."""
     if isinstance(cu_seqlens, Sequence) and not (
         all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
         and cu_seqlens
@@ -304,6 +304,7 @@ def _check_differentiation(*tensors: Tensor) -> None:
 
 
 def _check_compiled_differentiation() -> None:
+    """Run `_check_differentiation` while torch.compile traces, which takes the result as a constant."""
     _check_differentiation()
 
 

@@ -88,11 +88,11 @@ class CallPlan:
     @cached_property
     def all_keys(self) -> KeyBlock:
         """Keys that this rank gathers by heads, as a single block."""
-        return schedule.plan_single_block(self.mask, *self.size_and_rank, self.options.layout, self.keys_of_line)
+        return schedule.plan_single_block(self.mask, *self.size_and_rank, self.options.layout, self.keys_per_line)
 
     @cached_property
-    def keys_of_line(self) -> int:
-        """Keys of a line: 128 if an FP8 call sends records, otherwise 1.
+    def keys_per_line(self) -> int:
+        """Keys of a line of K/V (`KVFormat`): 128 if an FP8 call sends records, otherwise 1.
 
         If chunks do not consist of whole records, K/V travel in their own dtype, and each rank rounds what it gathers.
         """
@@ -102,7 +102,7 @@ class CallPlan:
 
     def travelling_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which K and V of this dtype travel."""
-        return torch.uint8 if self.keys_of_line > 1 else dtype
+        return torch.uint8 if self.keys_per_line > 1 else dtype
 
     def key_blocks(self, shape: CallShape) -> tuple[KeyBlock, ...]:
         """Return the blocks of keys to all-gather, of equal distances on all ranks."""
@@ -115,14 +115,14 @@ class CallPlan:
         steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
         sizes = GatherSizes.of([self.all_keys], shape.kv, shape.num_heads, dtype)
         of_blocks = choose_blocks(sizes, steps, self.transport)
-        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_of_line)
+        return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_per_line)
 
     def open(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
         """Open the transport, a collective call, and return the algorithm that runs the call."""
-        plan = self._decided(shape) if self.algorithm is UNDECIDED else self
+        plan = self._decide(shape) if self.algorithm is UNDECIDED else self
         if plan.algorithm in HEAD_EXCHANGES:
             return plan._open_ulysses(shape, call)
-        return plan._open_ring(plan._channel(), shape, call)
+        return plan._open_ring(plan._open_channel(), shape, call)
 
     def between_hosts(self, shape: CallShape) -> tuple[CallPlan, CallShape] | None:
         """Return the plan and the shape of attention between hosts.
@@ -140,7 +140,7 @@ class CallPlan:
         kv_heads = shared_kv_heads(split.num_gpus, shape.num_heads, shape.kv.heads)
         return rail, shape.on_host(split.num_gpus, len(kv_heads))
 
-    def _decided(self, shape: CallShape) -> CallPlan:
+    def _decide(self, shape: CallShape) -> CallPlan:
         """Return the plan after the ranks of the group have compared their hosts, a collective call."""
         group = self.options.group
         assert group is not None
@@ -152,37 +152,44 @@ class CallPlan:
         return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
 
     def _open_ulysses(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
+        """Open the areas of this rank's host and the transport of its rail, and return the algorithm over both.
+
+        Raises:
+            ValueError: the GPUs of a host cannot divide the query heads.
+            NotImplementedError: the hosts differ in their numbers of ranks, or are not numbered host by host.
+        """
         group = self.options.group
         assert group is not None and isinstance(self.algorithm, Algorithm)
         split = split_of(self.algorithm, group) or find_split(group)
         check_heads(shape.num_heads, split.num_gpus, self.algorithm)  # `plan_call` cannot if it does not know the hosts
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
-            return rail._open_ring(rail._channel(), shape, call)
+            return rail._open_ring(rail._open_channel(), shape, call)
         memory = exchange_memory(group, split, shape.device)
-        channel, members = rail._channel(), split.host_of(group.rank())
+        channel, members = rail._open_channel(), split.host_of(group.rank())
         counted = whole_transport(memory if channel is None else channel)
         attention = rail._open_ring(channel, shape, call)
         return Ulysses(attention, memory, members, counted, self.options.layout, call)
 
-    def _channel(self) -> Transport | None:
+    def _open_channel(self) -> Transport | None:
         """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
     def _open_ring(self, channel: Transport | None, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather:
+        """Return the algorithm over an open transport, between `members` only; None for a single process."""
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
         options = self.options
-        how = self.impl, options.scale, options.deterministic
+        kernel_options = self.impl, options.scale, options.deterministic
         if channel is not None and self.algorithm is Algorithm.GATHER:
             memory = message_memory(channel, shape.device) if isinstance(channel, PointToPoint) else channel
-            rounded = self.keys_of_line > 1
-            return HeadGather(self.key_blocks(shape), memory, *how, call, rounded)
+            rounded = self.keys_per_line > 1
+            return HeadGather(self.key_blocks(shape), memory, *kernel_options, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)
-        return RingOfHops(hops, channel, *how)
+        return RingOfHops(hops, channel, *kernel_options)
 
 
 plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
@@ -191,16 +198,16 @@ _MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in devi
 
 
 def cached_plan(call: CallInputs) -> CallPlan | None:
-    """Return the plan of an equal call over GPUs that share the sequence; None if there is none.
+    """Return the plan of an earlier equal call on GPUs over several ranks; None if there is none.
 
-    If there is one, kernels can read these tensors as they are: plans are kept only for such strides and addresses.
+    If there is one, kernels can read these tensors as they are: plans are cached only for such strides and addresses.
     """
     key = _key(call)
     return None if key is None else plan_cache.get(key)
 
 
 def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
-    """Return all that the plan of a call depends on; None if it must be made anew."""
+    """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
     q, k, v, cu_seqlens, options, grad_flags = call
     group = options.group
     if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
@@ -212,13 +219,13 @@ def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
 
 
 def plan_or_reuse(call: CallInputs) -> CallPlan:
-    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it was kept."""
+    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it is cached."""
     key, cu_seqlens = _key(call), call.cu_seqlens
     plan = None if key is None else plan_cache.get(key)
     if plan is None:
         plan = plan_call(call)
         if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
-            for old in [old for old, kept in plan_cache.items() if store_of(kept.options.group) is None]:
+            for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
                 del plan_cache[old]  # its group has been destroyed
             alike = [old for old in plan_cache if (old[1] is None) == (cu_seqlens is None)]
             if len(alike) == (_MAX_PLANS if cu_seqlens is None else _MAX_DOCUMENT_PLANS):
@@ -247,7 +254,7 @@ def plan_call(call: CallInputs) -> CallPlan:
 
 
 def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, object]:
-    """Values of a call that all ranks must agree on, and others; one dictionary for equal calls of a plan."""
+    """Return `_signature` and others; equal calls of a plan share one dictionary."""
     key = tuple(others.values())
     if key not in plan.signatures:
         plan.signatures[key] = {**_signature(q, k, plan), **others}
@@ -255,6 +262,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, 
 
 
 def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
+    """Values of a call that all ranks must agree on, as JSON can write them."""
     mask, options = plan.mask, plan.options
     return {
         "q": list(q.shape),
@@ -302,12 +310,12 @@ def _choose_algorithm(
             "'auto' takes what the GPUs' links allow."
         )
     exchanges = name in HEAD_EXCHANGES
-    able = message_transport(shape.device)
-    transport = choose_transport(able if exchanges else name, group, shape.device)
+    messages = message_transport(shape.device)
+    transport = choose_transport(messages if exchanges else name, group, shape.device)
     if exchanges and group is not None:
         exchange = Algorithm(name)
         _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
-        return exchange, UNDECIDED if (exchange, able) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
+        return exchange, UNDECIDED if (exchange, messages) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
     if name == "auto":
         algorithm, reason = _algorithm_of_auto(transport, options, shape)
         return algorithm, transport, reason

@@ -81,22 +81,23 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
     sharing = num_heads // num_kv_heads  # query heads that share a KV head
     if num_blocks > 1:
         return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
-    least = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
-    if least >= num_kv_heads:
+    min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
+    if min_heads >= num_kv_heads:
         return Sections((num_kv_heads,), (num_kv_heads,))
-    head = 2 * batch * keys * head_dim
-    most = num_kv_heads if fits_unbuffered(sizes) else max(least, BUFFER_BYTES // (head * dtype.itemsize))
+    head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
+    max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
     hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
-    forward = _forward_sections(num_kv_heads, hiding, most, _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE)
+    exposed = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
+    forward = _forward_sections(num_kv_heads, hiding, max_heads, exposed)
     if not is_long:
-        return Sections(forward, _equal_parts(num_kv_heads, least))
-    most = max(least, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
-    return Sections(forward, _backward_sections(num_kv_heads, hiding, most))
+        return Sections(forward, _equal_parts(num_kv_heads, min_heads))
+    max_heads = max(min_heads, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
+    return Sections(forward, _backward_sections(num_kv_heads, hiding, max_heads))
 
 
 def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided | None) -> tuple[int, ...]:
-    """Return how many ring distances each block of keys has, as `schedule.plan_blocks` takes them.
+    """Return how many ring distances each block of keys has: the argument `sizes` of `schedule.plan_blocks`.
 
     One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. Long
     calls have several in two more cases: over NCCL with more than MAX_BLOCK_STEPS distances, to save messages, and with
@@ -118,27 +119,27 @@ def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided
         return (num_steps,)
     heads = _block_heads(sizes)
     shard_bytes = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize  # gradients of one distance
-    sections, others = -(-num_kv_heads // heads), num_steps - 1
-    least = -(-MIN_UNIT_WORK * num_steps * sections // work)  # distances of a unit with enough work
-    return 1, *_block_sizes(others, max(least, others // 64), max(1, least, BLOCK_BYTES // shard_bytes))
+    num_sections, others = -(-num_kv_heads // heads), num_steps - 1
+    min_size = -(-MIN_UNIT_WORK * num_steps * num_sections // work)  # distances of a unit with enough work
+    return 1, *_block_sizes(others, max(min_size, others // 64), max(1, min_size, BLOCK_BYTES // shard_bytes))
 
 
-def _block_sizes(total: int, least: int, most: int) -> tuple[int, ...]:
-    """Divide a total into sizes from `least` to `most` that first grow by a factor of 4, and finally shrink by it."""
+def _block_sizes(total: int, smallest: int, largest: int) -> tuple[int, ...]:
+    """Divide a total into sizes that first grow from `smallest` by a factor of 4, and finally shrink by it."""
     growing: list[int] = []
-    size = least
-    while size < most and 2 * (sum(growing) + size) < total:
+    size = smallest
+    while size < largest and 2 * (sum(growing) + size) < total:
         growing.append(size)
         size *= 4
-    return *growing, *_equal_parts(total - 2 * sum(growing), most), *reversed(growing)
+    return *growing, *_equal_parts(total - 2 * sum(growing), largest), *reversed(growing)
 
 
 def _block_heads(sizes: GatherSizes) -> int:
     """Return the most KV heads of a section in a call of several blocks."""
     batch, rows, num_kv_heads, head_dim = sizes.kv
     head_bytes = batch * rows * head_dim * state_dtype(sizes.dtype).itemsize
-    most = min(STATE_BYTES // (head_bytes * sizes.num_heads // num_kv_heads), BLOCK_BYTES // (2 * head_bytes))
-    return min(num_kv_heads, max(1, most))
+    fitting = min(STATE_BYTES // (head_bytes * sizes.num_heads // num_kv_heads), BLOCK_BYTES // (2 * head_bytes))
+    return min(num_kv_heads, max(1, fitting))
 
 
 def fits_unbuffered(sizes: GatherSizes) -> bool:
@@ -171,7 +172,7 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
 
 
 def buffer_sizes(sizes: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
-    """Return the size of each buffer: the largest of the units that use it, which are each num_buffers-th one."""
+    """Return the size of each buffer: the largest of its units, of which it has each num_buffers-th one."""
     return tuple(max(sizes[index::num_buffers]) for index in range(min(num_buffers, len(sizes))))
 
 
@@ -219,10 +220,11 @@ def gather_bytes(sizes: GatherSizes) -> int:
 
 
 @lru_cache(maxsize=64)
-def _forward_sections(num_heads: int, hiding: float, most: int, exposed: float) -> tuple[int, ...]:
-    """Divide heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull.
+def _forward_sections(num_heads: int, hiding: float, max_heads: int, exposed: float) -> tuple[int, ...]:
+    """Divide KV heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull.
 
     Args:
+        max_heads: heads of a section, at most.
         exposed: part of the forward that the first pull may take.
     """
     for count in range(2, 5):
@@ -232,23 +234,26 @@ def _forward_sections(num_heads: int, hiding: float, most: int, exposed: float) 
     heads: list[int] = []
     following = first
     while sum(heads) < num_heads:
-        heads.append(min(following, most, num_heads - sum(heads)))
+        heads.append(min(following, max_heads, num_heads - sum(heads)))
         following = math.floor(heads[-1] * hiding)
     return tuple(heads)
 
 
-def _backward_sections(num_heads: int, hiding: float, most: int) -> tuple[int, ...]:
-    """Divide heads for a backward: a small first section, and shrinking last ones that hide the previous return."""
-    first = math.ceil(min(num_heads / 16, most))
+def _backward_sections(num_heads: int, hiding: float, max_heads: int) -> tuple[int, ...]:
+    """Divide KV heads for a backward: a small first section, and shrinking last ones that hide the previous return.
+
+    Args: as `_forward_sections`.
+    """
+    first = math.ceil(min(num_heads / 16, max_heads))
     last = [first][: num_heads - first]
     grown = math.floor(first * hiding * _RETURN_SHARE)
-    while last and last[0] < grown < most and first + sum(last) + grown <= num_heads:
+    while last and last[0] < grown < max_heads and first + sum(last) + grown <= num_heads:
         last.insert(0, grown)
         grown = math.floor(grown * hiding * _RETURN_SHARE)
-    return first, *_equal_parts(num_heads - first - sum(last), most), *last
+    return first, *_equal_parts(num_heads - first - sum(last), max_heads), *last
 
 
-def _equal_parts(total: int, most: int) -> tuple[int, ...]:
-    """Divide a total into as few parts of at most `most` as possible, as equal as possible."""
-    count = -(-total // most)
+def _equal_parts(total: int, largest: int) -> tuple[int, ...]:
+    """Divide a total into as few parts of at most `largest` as possible, as equal as possible."""
+    count = -(-total // largest)
     return tuple(total // count + (index < total % count) for index in range(count))

@@ -131,8 +131,8 @@ def in_layer(name: str, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def in_row(index: int, count: int) -> Iterator[None]:
-    """Add "row i of n" to the layer's name, so that ranks which attend different rows are found."""
+def in_batch_row(index: int, count: int) -> Iterator[None]:
+    """Add "row i of n" to the layer's name, so that ranks in different sequences of a batch are found."""
     global _layer
     outer, _layer = _layer, f"{_layer or 'a layer'}, row {index} of {count}"
     try:

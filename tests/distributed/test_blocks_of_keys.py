@@ -42,7 +42,7 @@ def in_blocks(
         place, layout = self.size_and_rank, self.options.layout
         others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
-        return schedule.plan_blocks(self.mask, *place, layout, sizes, self.keys_of_line)
+        return schedule.plan_blocks(self.mask, *place, layout, sizes, self.keys_per_line)
 
     def choose(sizes: GatherSizes, *_: Any) -> Sections:
         return Sections(*[heads(sizes.kv[2])] * 2)

@@ -48,20 +48,20 @@ def choose_transport(name: str, group: dist.ProcessGroup | None, device: torch.d
     """
     if group is None:
         return None
-    able = message_transport(device)
+    messages = message_transport(device)
     if name == "copy_engine" and device.type == "cuda":
         return name
-    if name not in ("auto", able):
+    if name not in ("auto", messages):
         raise NotImplementedError(
-            f"transport must be one for tensors on {device.type} ({able!r}), got {name!r}; use 'auto'."
+            f"transport must be one for tensors on {device.type} ({messages!r}), got {name!r}; use 'auto'."
         )
     backend = backend_of(group, device)
-    if backend != able:
+    if backend != messages:
         raise NotImplementedError(
-            f"group must have backend {able!r} for tensors on {device.type}, got {backend!r}; "
-            f"create it with init_process_group or new_group(backend={able!r})."
+            f"group must have backend {messages!r} for tensors on {device.type}, got {backend!r}; "
+            f"create it with init_process_group or new_group(backend={messages!r})."
         )
-    return _decided.get(group, UNDECIDED) if (name, able) == ("auto", "nccl") else able
+    return _decided.get(group, UNDECIDED) if (name, messages) == ("auto", "nccl") else messages
 
 
 def message_transport(device: torch.device) -> str:
@@ -136,6 +136,7 @@ def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.de
 
 
 def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
+    """Return `exchange_memory` of GPUs, opened anew; every rank falls back to messages together."""
     try:
         return _create_copy_engine(group, split)
     except NoCopyEngine as problem:

@@ -1,9 +1,9 @@
 """Count of torch's store exchanges in this process, made equal on all ranks before memory is mapped.
 
 A rendezvous of symmetric memory takes two or three exchanges over the group's store. torch up to 2.14 counts them by
-process, and the number is part of the keys through which the ranks of a group find one another. After other groups of some ranks grew more often, or another library mapped memory on some ranks only, a rank
-would wait for keys that nobody sets (pytorch issue 196082). Later versions count by store: all ranks then have the
-same number here.
+process, and the number is part of the keys through which the ranks of a group find one another. After other groups of
+some ranks grew more often, or another library mapped memory on some ranks only, a rank would wait for keys that nobody
+sets (pytorch issue 196082). Later versions count by store: all ranks then have the same number here.
 """
 
 from __future__ import annotations
