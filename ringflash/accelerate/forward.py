@@ -126,6 +126,11 @@ class RingForward:
 
     @torch.compiler.disable(reason="ranks compare their batches, and cut them by the values")
     def _agree_on_rows(self, causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], fused: bool) -> BatchRows:
+        """Read the batch, and raise on every rank of the ring if it is refused or has another shape on some rank.
+
+        Args:
+            fused: the batch is for TRL's fused head, which computes log-probabilities.
+        """
         content: dict[str, object] = {}
         remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
         with raising_together(self.group, content, causal.device, remedy=remedy):
@@ -151,6 +156,11 @@ class RingForward:
         return rows
 
     def _loss(self, with_loss: huggingface.CausalLMWithLoss, rows: BatchRows, num_items: Tensor | int | None) -> Tensor:
+        """Return the loss of the whole batch, the same on every rank; NaN without a label, as transformers' is.
+
+        Args:
+            num_items: divisor of the summed losses (Trainer's `num_items_in_batch`); None for the labels of this batch.
+        """
         batch = shard_rows(rows, self.group)
         labels, count = batch.pop("shift_labels"), batch.pop("num_items_in_batch")
         hidden, weight, balance = with_loss.decode(**batch)
@@ -179,6 +189,7 @@ class RingForward:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        """Return TRL's output of a batch: per-token values of the whole rows, on every rank."""
         assert self._fused_head is not None
         shifted = shift_labels if labels is None else shift_rows(labels)
         assert shifted is not None
@@ -257,6 +268,7 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
 
 
 def _read_types(causal: Any, given: dict[str, Any]) -> TokenTypes | None:
+    """Return the token types of a batch and the spans that they make; None if the batch has none."""
     names = sorted(_TYPES & set(given))
     if not names:
         return None

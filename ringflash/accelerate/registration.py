@@ -186,6 +186,7 @@ def prepare_model(
 
 
 def _put_on_ring(model: Any) -> None:
+    """Put a model on the ring of accelerate's mesh, if that has one of several ranks."""
     from accelerate.state import AcceleratorState
 
     from ringflash.accelerate.forward import put_on_ring

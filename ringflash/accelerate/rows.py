@@ -161,6 +161,11 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
 
 
 def _check_mask(begins: Tensor, left_padding: bool) -> None:
+    """Raise ValueError unless every row has one interval of tokens, on the left unless `left_padding`.
+
+    Args:
+        begins: (batch, seqlen), bool: tokens before which there is padding or nothing.
+    """
     if not bool(begins.any()) or bool((begins.sum(1) > 1).any()):
         raise ValueError(
             "attention_mask must be 1 on one interval of each row, got a row with holes or no token at all; pack "

@@ -39,6 +39,8 @@ def put_on_ring_with_head(trainer: type, put: Callable[[Any], None]) -> None:
 
 
 def _with_ring(add: Callable[..., None], put: Callable[[Any], None]) -> Callable[..., None]:
+    """Return TRL's `add_fused_lm_head`, which then also puts the model on the ring."""
+
     @wraps(add)
     def add_fused_lm_head(model: Any, *args: Any, **options: Any) -> None:
         add(model, *args, **options)

@@ -216,10 +216,10 @@ def explain(
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
-    transport = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
+    chosen = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
-        plan.impl, plan.impl_reason, algorithm, transport, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
-        plan.schedule.num_visible, comm_sms(plan.impl, transport), buffer_bytes(), plan.transport_reason,
+        plan.impl, plan.impl_reason, algorithm, chosen, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
+        plan.schedule.num_visible, comm_sms(plan.impl, chosen), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class HeadGather(GatherCall):
         return out, lse
 
     def _forward(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> tuple[Tensor, ...]:
+        """Compute attention with the ordinary code, which a tape may record."""
         q, k, v, row_max = inputs
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
@@ -68,6 +69,7 @@ class HeadGather(GatherCall):
         return dq, dk, dv
 
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
+        """Compute gradients with the ordinary code, which a tape may record."""
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
@@ -80,6 +82,8 @@ class HeadGather(GatherCall):
         return self.memory.num_posted
 
     def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
+        """Return the memory and transfers of a pass; cached with the areas."""
+
         def make() -> GatheredKV:
             kv_format = KVFormat.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
             sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, kv_format.dtype)

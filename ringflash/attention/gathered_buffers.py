@@ -218,6 +218,7 @@ class GatheredKV:
         return start, arrived
 
     def _publish(self, k: Tensor, v: Tensor, impl: str, part: int) -> None:
+        """Write part `part` of `sizes.published` of this rank's K and V to its area."""
         heads, kv_format = self.sizes.published[part], self.sizes.kv_format
         k, v = k[:, :, heads], v[:, :, heads]
         if kv_format.rounded:

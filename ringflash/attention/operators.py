@@ -161,6 +161,7 @@ def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    """Save what the backward needs; row_max and record have no gradients, nor has lse unless it was returned."""
     q, k, v, _, *options, _, return_lse, _ = inputs
     out, lse, row_max, record = output
     ctx.save_for_backward(q, k, v, out, lse, row_max, record)
@@ -170,6 +171,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
+    """Compute gradients of q, k and v, and None for every other argument of the operator."""
     q, k, v, out, lse, row_max, record = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = torch.zeros_like(lse) if ctx.return_lse and dlse is None else dlse  # on all ranks alike

@@ -120,6 +120,7 @@ class RingCall:
             self._release()
 
     def _acquire(self) -> None:
+        """Take the device's lock; if another thread has it, keep the error, to be raised on all ranks together."""
         lock = _locks[self.device]
         if lock.acquire(blocking=False):
             self._lock = lock

@@ -79,6 +79,7 @@ class _SummedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file as torch does; one that is written also computes the checksums of its pieces."""
         with super().create_stream(path, mode) as stream:
             if mode != "wb":
                 yield stream

@@ -80,6 +80,7 @@ class _Records(pickle.Unpickler):
         self._before: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that metadata may name; refuse any other before it is imported."""
         if (module, name) in _RECORDS:
             record = super().find_class(module, name)
             self._before.setdefault(record, dict(vars(record)))
@@ -96,6 +97,7 @@ class _Records(pickle.Unpickler):
 
 
 def _metadata(directory: Path) -> Metadata:
+    """Return the metadata of a distributed checkpoint, of which only known classes are unpickled."""
     try:
         with (directory / ".metadata").open("rb") as file:
             records = _Records(file)
@@ -127,6 +129,7 @@ def _read_values(directory: Path, metadata: Metadata) -> None:
 
 
 def _refusal(directory: Path, must: str, error: Exception) -> ValueError:
+    """Return the ValueError for a directory that does not hold what it must, with the first useful line of `error`."""
     lines = str(error).strip().split("\n")
     got = next((line.strip() for line in lines if "unsupported" in line.lower()), lines[0])[:300] or "nothing"
     return ValueError(

@@ -267,6 +267,12 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
 
 
 def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> None:
+    """Raise if any rank has an error, or if signatures differ; the same on every rank.
+
+    Args:
+        messages: messages of all ranks, or only this rank's if all are equal.
+        error: this rank's own error, raised as it is if it is the first one.
+    """
     if len(set(messages)) == 1 and error is None:
         return
     contents = [json.loads(m) for m in messages]

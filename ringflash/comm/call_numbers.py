@@ -269,6 +269,7 @@ def find_problem() -> RuntimeError | None:
 
 
 def _problem(calls: _Calls) -> str:
+    """Compare the words that have arrived, oldest call first; return the first difference, or ""."""
     unread = calls.unread
     while not calls.problem and unread and unread[0].arrival.query():
         oldest = unread.popleft()
@@ -286,6 +287,7 @@ def _describe(word: int, own: CallNumber) -> str:
 
 
 def _compare(unread: _Unread) -> str:
+    """Return the error text if a peer was in another call than this rank; "" if all were in the same one."""
     words, own = unread.words.tolist(), unread.call.word
     if words.count(own) == len(words):
         return ""

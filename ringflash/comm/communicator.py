@@ -120,6 +120,7 @@ def finish_device() -> None:
 
 
 def _synchronize() -> None:
+    """Wait for all devices that peers use; an error of theirs is printed, because the program has ended."""
     try:
         for device in {peers.device for peers in _peers}:
             torch.cuda.synchronize(device)
@@ -231,6 +232,7 @@ def _abort(transports: list[dist.ProcessGroupNCCL]) -> None:
 
 
 def _make(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Create a communicator over the store of a group, under a prefix of its purpose."""
     store = dist.PrefixStore(f"ringflash/{purpose}", _get_process_group_store(group))
     rank_and_size = (group.rank(), group.size())
     made = dist.ProcessGroup(store, *rank_and_size)

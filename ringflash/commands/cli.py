@@ -50,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(args: list[str]) -> int:
+    """Run a subcommand and return its exit status: 2 for an error, printed without a traceback if it was foreseen."""
     wanted = args[0] if args else ""
     try:
         options = _parser(wanted).parse_args(args)

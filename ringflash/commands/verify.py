@@ -89,6 +89,7 @@ def _run_started_rank(options: Any) -> int:
 
 
 def _run_rank(options: Any) -> int:
+    """Run verify on one rank, and return its exit status; an error before the comparison is raised on all ranks."""
     if dist.is_initialized():  # keep the process group of the caller
         return _verdict(*_factory_and_settings(options), options.json)
     made, problem = None, None
@@ -114,6 +115,7 @@ def _factory_and_settings(options: Any) -> tuple[Factory, Settings]:
 
 
 def _verdict(factory: Factory, settings: Settings, as_json: bool) -> int:
+    """Compare the training on the ring with one device, show the report, and return the exit status."""
     group = dist.group.WORLD
     if group is None or group.size() < 2:
         raise ValueError("verify must run on two ranks or more, got 1; pass --nproc_per_node 2 to torchrun.")
@@ -145,6 +147,7 @@ def _session(factory: Factory, group: dist.ProcessGroup, settings: Settings) -> 
 
 
 def _show(report: Report, as_json: bool) -> None:
+    """Print the report, on the first rank only."""
     if dist.get_rank() > 0:
         return
     if as_json:
@@ -154,6 +157,7 @@ def _show(report: Report, as_json: bool) -> None:
 
 
 def _settings(options: Any) -> Settings:
+    """Return the settings that the options name, checked, and select the rank's device."""
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {kind!r}; leave it out for the machine's own.")

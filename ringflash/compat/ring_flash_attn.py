@@ -225,6 +225,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
         s_aux: None = None,
         **named: Any,
     ) -> tuple[Tensor, None]:
+        """Attend over the ring, or as before the substitution if that is off; arguments as transformers'."""
         if not _in_use:
             return within(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,

@@ -139,6 +139,7 @@ def write_shard(path: Path, documents: Iterable[Tokens], vocab_size: int) -> Sha
 
 
 def _checked(document: Tokens, vocab_size: int) -> np.ndarray:
+    """Return a document's tokens as an array; raise ValueError for one that is not in the vocabulary."""
     tokens = np.asarray(document)
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(

@@ -114,6 +114,7 @@ def _separate_backwards(engine: Any) -> None:
     step_of_last = -1  # number of the engine's step that has had its last backward
 
     def check() -> None:
+        """Raise ValueError for a second backward in the last batch of a step, at ZeRO stages 1 and 2."""
         nonlocal step_of_last
         is_last = engine.managed_gradient_accumulation() and engine.is_gradient_accumulation_boundary()
         if not is_last or engine.zero_optimization_stage() not in (1, 2):

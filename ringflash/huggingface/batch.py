@@ -156,6 +156,11 @@ def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
 
 
 def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:
+    """Return the labels; raise ValueError for another shape, negative ids, or labels that are not shifted.
+
+    Args:
+        successors: as input_ids: the next token of each token.
+    """
     if labels.shape != input_ids.shape:
         raise ValueError(
             f"labels must have the shape of input_ids {tuple(input_ids.shape)}, got {tuple(labels.shape)}; "

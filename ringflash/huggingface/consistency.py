@@ -116,6 +116,11 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:
+    """Return the error of the first rule that the values break; None if they break none.
+
+    Args:
+        flags: 1 for each broken rule: masks, positions, token types.
+    """
     rules = (
         "attention_mask must be None or all ones, got others; pack documents with cu_seqlens, or pad with "
         "ringflash.pad_sequence.",

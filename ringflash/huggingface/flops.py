@@ -127,6 +127,7 @@ def count_visible_pairs(windows: Sequence[int | ChunkedAttention | None], bounds
 
 
 def _visible_pairs(window: int | ChunkedAttention | None, documents: Documents) -> int:
+    """Return the visible pairs of query and key under these documents and a layer's window or chunks."""
     if isinstance(window, ChunkedAttention):
         bounds = documents.plain_bounds("layers that attend in chunks")
         documents = Documents(cut_into_chunks(bounds, window.size))

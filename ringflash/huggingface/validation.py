@@ -251,6 +251,7 @@ def _check_length(query: Tensor, key: Tensor) -> None:
 
 
 def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
+    """Raise NotImplementedError unless a layer passes on the window or chunks that its configuration declares."""
     if window is None and _is_windowed(module):
         raise NotImplementedError(
             "sliding_window must reach the attention of a sliding layer, got None; unset the configuration's."

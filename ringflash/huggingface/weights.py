@@ -228,6 +228,7 @@ def _drawn(model: nn.Module, module: nn.Module, device: torch.device) -> dict[st
 
 @torch.no_grad()
 def _fill(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor to a parameter; of a DTensor only this rank's shard."""
     if isinstance(parameter, DTensor):
         whole = whole.to(parameter.to_local().device)
         sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -268,6 +269,7 @@ def _check_plain(model: Any, directory: Path) -> None:
 
 
 def _check_map(mapping: CheckpointMap, directory: Path) -> None:
+    """Raise ValueError if the tensors of a checkpoint are not those of the model."""
     for what, names in (
         ("every tensor of the model", mapping.missing),
         ("only tensors of the model", mapping.unknown),
@@ -279,6 +281,7 @@ def _check_map(mapping: CheckpointMap, directory: Path) -> None:
 
 
 def _difference(directory: Path, what: str, names: list[str]) -> ValueError:
+    """Return the ValueError for tensors of a checkpoint that differ from the model's, with three of their names."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ValueError(
         f"{directory} must hold {what}, got a difference in {', '.join(names[:3])}{more}; "

@@ -129,6 +129,7 @@ class SequenceData(lightning.LightningDataModule):
             )
 
     def _check_eval_sequences(self) -> None:
+        """Raise ValueError unless the held-out data have enough sequences, and all data ranks get as many."""
         dp_size, available = strategy_of(self.trainer).dp_size, min(len(self.train), len(self.held_out))
         count = self.num_eval_sequences
         if count < 1 or count % dp_size or count > available:

@@ -178,6 +178,7 @@ def sample(batch: Any, size: int, held: Tensor) -> Any:
         start = int((sums[size:] - sums[:-size]).argmax())
 
     def cut(x: Tensor) -> Tensor:
+        """Return the chosen tokens of a tensor; of what counts at the tokens `held`, only the first one stays."""
         if not has_tokens(x):
             return x
         part = x[:, start : start + size]

@@ -223,6 +223,7 @@ class CausalLM(lightning.LightningModule):
                 self.log(f"eval_loss_by_position/{name}/{bucket}", value, sync_dist=True)
 
     def _eval_names(self) -> list[str]:
+        """Return the names of the validation loaders, in their order."""
         loaders = self.trainer.val_dataloaders
         if not isinstance(loaders, dict):
             raise ValueError(

@@ -198,6 +198,11 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         super().log_dict(dictionary, *args, sync_dist=cast(bool, sync_dist), **options)
 
     def _group(self) -> Any:
+        """Return the ring of the current step; None while whole sequences are run.
+
+        Raises:
+            RuntimeError: the batch was not cut.
+        """
         if self._ringflash_step is not None and self._ringflash_step.whole:
             return None
         if (state := self._wrapped()) is not None and state.whole:
@@ -230,6 +235,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         local, whole = FirstStep(whole=False), FirstStep(whole=True)
 
         def run(group: Group) -> float | None:
+            """Run a step on the shard, or for None on the whole sequence; return the loss of a training step."""
             step = whole if group is None else local
             gpus = [device] if device.type == "cuda" else []  # both runs draw the same numbers
             with self._as_trial(step), precision.forward_context(), torch.random.fork_rng(devices=gpus):

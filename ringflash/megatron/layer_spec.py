@@ -38,6 +38,7 @@ def with_ring(spec: Any) -> Any:
 
 
 def _with_ring(spec: Any) -> Any:
+    """Return a spec in which every `core_attention`, at any depth, is replaced by that of the ring."""
     if isinstance(spec, list):
         return [_with_ring(inner) for inner in spec]
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
@@ -54,6 +55,8 @@ def _attention(own: Any) -> type:
 
 
 class _OtherAttention:
+    """Core attention that the ring does not replace; building it is refused."""
+
     own: Any
 
     def __init__(self, *_: Any, **__: Any) -> None:

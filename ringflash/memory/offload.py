@@ -35,6 +35,7 @@ class HostCopies:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> Any:
+        """Start the copy of a saved tensor to the host, and return what autograd keeps instead of it."""
         if not _is_offloaded(x):
             return x
         self._finish_outgoing()
@@ -49,6 +50,7 @@ class HostCopies:
         return saved
 
     def _unpack(self, saved: Any) -> Tensor:
+        """Return a saved tensor on its device, and start to fetch the one that the backward needs next."""
         if isinstance(saved, Tensor):
             return saved
         self._finish_outgoing()

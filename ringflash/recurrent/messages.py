@@ -47,6 +47,8 @@ def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class _StatesBefore(torch.autograd.Function):
+    """States of all previous ranks in the forward; in the backward, the sum of the gradients from all later ranks."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.group, x = group, x.contiguous()

@@ -38,6 +38,7 @@ def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds:
 
 
 def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
+    """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into that of the layout."""
     group = resolve(group)
     if group is None or layout == "contiguous":
         return x
@@ -57,6 +58,7 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, bounds: Bounds, device: torch.device) -> _Plan:
+    """Plan the all-to-all from a layout to contiguous shards of equal length."""
     length = seqlen // cp_size
     held = [chunks(seqlen, cp_size, rank, layout, bounds) for rank in range(cp_size)]
     shards = [torch.cat([torch.arange(c.start, c.stop) for c in own]) for own in held]
@@ -67,6 +69,8 @@ def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, bounds: Bounds, 
 
 
 class _Exchange(torch.autograd.Function):
+    """All-to-all of tokens; its gradient is the all-to-all in the other direction."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.call = group, plan, back
@@ -80,6 +84,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _move(x: Tensor, group: dist.ProcessGroup, plan: _Plan, back: bool, pass_name: str) -> Tensor:
+    """Run the all-to-all of a plan, or `back` its inverse, with the rows sorted after it or before it."""
     rows = x.transpose(0, 1)
     if back:
         rows = rows.index_select(0, plan.inverse)

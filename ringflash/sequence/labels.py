@@ -109,6 +109,11 @@ def _gather_counts(labels: Tensor, mine: Tensor | int, kind: int, group: dist.Pr
 
 
 def _disagreement(kinds: list[int], values: list[int]) -> str:
+    """Return the error text for `num_tokens` that ranks disagree on.
+
+    Args:
+        kinds, values: of each rank: if it gave a number, and which.
+    """
     if _INVALID in kinds:
         ranks = [rank for rank, kind in enumerate(kinds) if kind == _INVALID]
         return f"arguments of cross_entropy must be valid on every rank, got an error on ranks {ranks}; see there."

@@ -117,6 +117,7 @@ def attention(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute attention under a mask of visible pairs; lse from scores in fp32, out in the dtype of q."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
     scores = (q.transpose(1, 2) @ k.transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))

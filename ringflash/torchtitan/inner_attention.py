@@ -84,6 +84,7 @@ class RingInnerAttention(Module):
         return out_transform(out, lse)
 
     def _check(self, mask: RingMask, score_mod: Callable | None, unknown: dict[str, Any]) -> None:
+        """Raise NotImplementedError for a call that the ring would not follow: on every rank, since all call alike."""
         if not self._parallelized:
             raise NotImplementedError(
                 "the attention of every layer must be parallelized, by model.parallelize(parallel_dims), got a model "

@@ -27,6 +27,7 @@ def attention_checks(
 
 
 def _check(group: dist.ProcessGroup, data: Data, window: int | None, causal: bool, dtype: torch.dtype) -> Check:
+    """Compare `ring_attention` under one mask with dense attention in fp64; the check has the worst rank's ratios."""
     side = -1 if window is None else window - 1
     mask: dict[str, Any] = {"causal": causal, "window_size": (side, -1 if causal else side)}
     name = "attention alone" if window is None else f"attention alone, window {window}"

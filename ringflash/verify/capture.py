@@ -86,6 +86,7 @@ class Capture:
             handle.remove()
 
     def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Keep the first output of a module that has the length of the sequence."""
         tensor = tensor_of(output, self.length)
         if tensor is None or name in self.outputs:
             return

@@ -168,6 +168,7 @@ def _inputs(runs: Runs) -> Check:
 
 
 def _by_position(name: str, runs: Runs) -> Check:
+    """Compare the tensors of one check position by position."""
     got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     names = [key for key in got if key in want and got[key].shape == want[key].shape]
     check = Check(name)

@@ -101,6 +101,7 @@ class ReachReader:
 
     @torch.compiler.disable(reason="calls the module again")
     def _read(self, name: str, call: RecordedCall, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Run a layer's attention again with each changed input, and keep how its output changes at each position."""
         before = tensor_of(output, self._rows.shape[1])
         if self._busy or name in self._found or before is None:
             return

@@ -158,6 +158,7 @@ def load(target: str, num_layers: int | None, seed: int, impl: str | None = None
 
 
 def _imported(name: str) -> ModuleType:
+    """Import the module of a factory; an error in it is a ValueError that says how to see it."""
     try:
         return import_module(name)
     except Exception as error:  # the user's code may raise anything
@@ -193,6 +194,7 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str) -> Fa
     _config(path, num_layers)  # raises its errors before the ranks build the model
 
     def build(group: dist.ProcessGroup | None) -> Training:
+        """Build the folder's model on a ring, or on one device for None."""
         config = _config(path, num_layers)
         # grouped matmuls of experts do not support fp64, which one of the runs uses
         options = {"attn_implementation": "ringflash", "experts_implementation": "eager", "dtype": torch.float32}
@@ -213,6 +215,7 @@ def _from_folder(path: Path, num_layers: int | None, seed: int, impl: str) -> Fa
 
 
 def _config(path: Path, num_layers: int | None) -> Any:
+    """Read the configuration of a model's folder, for its first layers only if `num_layers` is given."""
     from transformers import AutoConfig
 
     if path.is_dir() and not (path / "config.json").is_file():
@@ -252,6 +255,7 @@ def _transformers_quiet(*, cut: bool) -> Iterator[None]:
 
 
 def _cut_layers(config: Any, num_layers: int | None) -> None:
+    """Change a configuration to the first `num_layers` layers."""
     if num_layers is None:
         return
     if not 1 <= num_layers <= config.num_hidden_layers:

@@ -290,6 +290,7 @@ def _restore(value: Any, before: Any) -> Any:
 
 
 def _difference(local: list[AttentionCall], whole: list[AttentionCall], options: ModelRing) -> ValueError | None:
+    """Return the error of the first attention whose q, k, v, causality or scale differ on a shard, or None."""
     if len(local) != len(whole):
         return ValueError(
             f"attention must be called as often on a shard as on the whole sequence ({len(whole)} times), got "
@@ -363,6 +364,7 @@ def _differs(got: Tensor, want: Tensor) -> str | None:
 
 
 def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | None:
+    """Return the error if a tensor of an attention differs on a shard; None if it does not."""
     if (text := _differs(got, want)) is None:
         return None
     return ValueError(

@@ -186,6 +186,7 @@ def _refuse(name: str, layer: nn.Module, refused: dict[type[nn.Module], str]) ->
 
 
 def _check(name: str, layer: nn.Module, layout: str) -> None:
+    """Raise for a layer that cannot be on a ring: it mixes tokens, is compiled or wrapped, or has another layout."""
     _refuse(name, layer, _REFUSED)
     if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm is not None):
         raise NotImplementedError(
@@ -293,6 +294,7 @@ def _intercepted(cls: type[nn.Module], name: str) -> Callable[..., Any]:
 
     @functools.wraps(getattr(cls, name))
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the class's own method inside the interception, and compare ranks before and after a root's forward."""
         state: WrappedState = self._ringflash_state
         compared = name == "forward" and self._ringflash_is_root and _is_on_ring(state)  # steps: by the strategy
         if compared:

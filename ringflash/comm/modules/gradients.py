@@ -65,6 +65,7 @@ class FilledGradients:
                 torch.autograd.Variable._execution_engine.queue_callback(end)
 
         def end() -> None:
+            """Fill gradients that other ranks have and this one lacks with zeros, after each backward."""
             assert group is not None
             # Without the DTensors of FSDP2; the import of their class takes longer than torch's.
             trained = (x for x in module.parameters() if x.requires_grad and is_shared(x))

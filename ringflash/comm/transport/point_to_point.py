@@ -144,6 +144,12 @@ class PointToPoint:
         return self._post(todo, sends + recvs)
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
+        """Start a batch: over gloo message by message, over NCCL as one group call.
+
+        Args:
+            todo: for each message with a peer, the function that starts it, and its name for errors.
+            messages: all messages of the batch, of which one names the device.
+        """
         if self.name == "gloo":
             works: list[tuple[dist.Work, str]] = []
             _unawaited[:] = [*filter(None, _unawaited), works]

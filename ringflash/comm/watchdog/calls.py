@@ -177,6 +177,7 @@ class CallQueue:
         )
 
     def _drop(self, calls: list[CallInFlight]) -> None:
+        """Drop the oldest calls, which have ended, and remember the last one of them."""
         if not calls:
             return
         with self._lock:

@@ -179,6 +179,11 @@ class Watchdog:
                 self._report_once(watched, now, why)
 
     def _report_once(self, watched: WatchedGroup, now: float, why: str) -> None:
+        """Exchange answers with the other watchdogs, print the report, and let the process end.
+
+        Args:
+            why: beginning of the report, if another rank asked or a connection broke; "" for a stall of this rank.
+        """
         self.end(END_S)
         queue, names = watched.queue, watched.names
         own = watched.lost or queue.state(now)
@@ -195,6 +200,7 @@ class Watchdog:
             _log.error(self.stalled)
 
     def _run(self) -> None:
+        """Poll until the watchdog is stopped or has reported a stall."""
         try:
             while not self._stopped and not self.stalled:
                 self._wake.wait(self._period())

@@ -148,6 +148,7 @@ def join_ring(ring: dict[str, Any], rank: int, seconds: float) -> tuple[dict[str
 
 
 def _between_hosts(found: dict[str, Any], error: str, ring: dict[str, Any]) -> Iterator[Finding]:
+    """Yield the findings of the ring between hosts: its speed, whether data arrived intact, and slow GPUs."""
     hosts, lanes = ring["hosts"], ring["lanes"]
     what = f"ring over {len(hosts)} hosts"
     if error:
@@ -182,6 +183,7 @@ def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float
 
 
 def _kernel(device: str, seconds: float) -> Finding:
+    """Run the probe of one device's kernel, and return its finding."""
     what = f"kernel on {device}"
     found, error = _probe([sys.executable, "-m", "ringflash.commands.doctor.probe", "kernel", device], seconds)
     if error:
@@ -250,6 +252,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _print(findings: list[Finding], as_json: bool) -> None:
+    """Print the findings and the verdict, as a table or as JSON."""
     worst = next((level for level in ("fault", "warning") if any(x.level == level for x in findings)), "ok")
     if as_json:
         print(json.dumps({"verdict": worst, "findings": [asdict(finding) for finding in findings]}, indent=2))

@@ -98,6 +98,7 @@ def _pulls(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
 
 
 def _timed(exchange: Callable[[Tensor], None], expected: Tensor) -> dict[str, Any]:
+    """Time an exchange several times on all ranks; return speeds in GB/s, and whether every rank got `expected`."""
     got, seconds = torch.zeros_like(expected), []
     for _ in range(_EXCHANGES):
         dist.barrier()

@@ -102,6 +102,7 @@ def make_plan(job: TrainingJob, machine: Machine) -> dict[str, Any]:
 
 
 def _remedy(job: TrainingJob, machine: Machine) -> dict[str, Any]:
+    """Return what makes a job fit: the fewest GPUs without a change, and the cheapest change with its flags."""
     gpus = fewest_gpus(job, machine)
     remedy: dict[str, Any] = {"gpus": gpus, "cp": gpus and gpus // job.dp_size}
     cheapest = cheapest_change(job, machine)
@@ -142,6 +143,11 @@ def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[TrainingJob, Machine]:
+    """Read the job and the machine from a recipe and the options.
+
+    Raises:
+        ValueError: the recipe lacks a key that a plan needs, or options contradict it.
+    """
     try:
         model, trainer = recipe["model"], recipe.get("trainer") or {}
         pretrained, data = model.get("pretrained"), recipe.get("data") or {}
@@ -234,6 +240,7 @@ def _tokens(text: str) -> int:
 
 
 def _print(plan: dict[str, Any]) -> None:
+    """Print a plan: memory, time, speed, the longest sequence, and the verdict."""
     out, job, machine = console(), plan["job"], plan["machine"]
     limit, model = machine["gpu"]["memory_bytes"], job["model"]
     out.print(
@@ -275,6 +282,7 @@ def _print(plan: dict[str, Any]) -> None:
 
 
 def _table(title: str, unit: str, parts: dict[str, float], total: str) -> Table:
+    """Return a table of parts and their sum."""
     table = Table(title, unit)
     for name, value in parts.items():
         table.add_row(name, f"{value:.2f}")
@@ -284,6 +292,7 @@ def _table(title: str, unit: str, parts: dict[str, float], total: str) -> Table:
 
 
 def _verdict(plan: dict[str, Any]) -> list[str]:
+    """Return the lines that say if the job fits, and what makes it fit."""
     if plan["fits"]:
         return ["[green]It fits.[/]"]
     remedy, lines = plan["remedy"], ["[red]It does not fit.[/]"]
