@@ -3,8 +3,8 @@
 use_sequence_order   hooks on each recurrent layer, which bring its tokens into sequence order and back
 _FUNCTIONS           functions of such a layer in which tokens interact, and their replacements
 
-A layer's own forward runs on a contiguous shard. Its hook gives it a `Stretch`, which transformers' layers pass on, as
-any keyword, to these functions of their file.
+A layer's own forward runs on a contiguous shard. Its hook gives it a `ContiguousShard` as a keyword, which the
+layers of transformers pass on to these functions of their file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import ModelRing, give_inputs, inputs_of
 from ringflash.huggingface.validation import check_kwargs, name_of_layer, recurrent_modules
-from ringflash.recurrent import Stretch, causal_conv, delta_rule, from_sequence_order, mamba2_scan, to_sequence_order
+from ringflash.recurrent import (
+    ContiguousShard,
+    causal_conv,
+    delta_rule,
+    from_sequence_order,
+    mamba2_scan,
+    to_sequence_order,
+)
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import check_cu_seqlens
 
-_KEYWORD = "ringflash"  # keyword argument that carries a Stretch
+_KEYWORD = "ringflash"  # keyword argument that carries a ContiguousShard
 
 
 def use_sequence_order(model: nn.Module, inputs: ForwardInputs) -> None:
@@ -74,7 +81,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     with in_layer(name, module.training):
         agree(options.group, signature, error, hidden.device)
     if options.group is not None or bounds is not None:
-        call[_KEYWORD] = Stretch.of(hidden.shape[1], options.group, bounds)
+        call[_KEYWORD] = ContiguousShard.of(hidden.shape[1], options.group, bounds)
         hidden = to_sequence_order(hidden, options.group, options.layout, bounds)
     return (), {**call, "hidden_states": hidden}
 
@@ -104,12 +111,12 @@ def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def _redirected(original: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `original`, or `run` with it if the layer was given a stretch."""
+    """Return a function that calls `original`, or `run` with it if the layer was given a `ContiguousShard`."""
 
     @wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        stretch = kwargs.pop(_KEYWORD, None)
-        return original(*args, **kwargs) if stretch is None else run(original, stretch, *args, **kwargs)
+        shard = kwargs.pop(_KEYWORD, None)
+        return original(*args, **kwargs) if shard is None else run(original, shard, *args, **kwargs)
 
     function._ringflash = True  # type: ignore[attr-defined]
     return function
@@ -117,28 +124,29 @@ def _redirected(original: Callable[..., Any], run: Callable[..., Any]) -> Callab
 
 @torch.compiler.disable(reason="ranks exchange tokens")
 def _conv(
-    original: Any, stretch: Stretch, x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **rest: Any
-) -> Tensor:
-    return causal_conv(lambda t: original(t, weight, bias, activation=activation), x, weight.shape[-1], stretch)
+    original: Any, shard: ContiguousShard, x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None,
+    **rest: Any,
+) -> Tensor:  # fmt: skip
+    return causal_conv(lambda t: original(t, weight, bias, activation=activation), x, weight.shape[-1], shard)
 
 
 @torch.compiler.disable(reason="ranks exchange states")
 def _delta_rule(
-    original: Any, stretch: Stretch, query: Tensor, key: Tensor, value: Tensor, initial_state: None = None,
+    original: Any, shard: ContiguousShard, query: Tensor, key: Tensor, value: Tensor, initial_state: None = None,
     output_final_state: bool = False, cu_seqlens: None = None, **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    return delta_rule(original, query, key, value, stretch=stretch, **options), None
+    return delta_rule(original, query, key, value, shard=shard, **options), None
 
 
 @torch.compiler.disable(reason="ranks exchange states")
 def _mamba2_scan(
-    original: Any, stretch: Stretch, *tensors: Tensor, z: None = None, initial_states: None = None,
+    original: Any, shard: ContiguousShard, *tensors: Tensor, z: None = None, initial_states: None = None,
     return_final_states: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
-    return mamba2_scan(original, *tensors, stretch=stretch, **options)
+    return mamba2_scan(original, *tensors, shard=shard, **options)
 
 
-def _decline(original: Any, stretch: Stretch, *args: Any, **kwargs: Any) -> None:
+def _decline(original: Any, shard: ContiguousShard, *args: Any, **kwargs: Any) -> None:
     """Return None, as mamba_ssm's function for a whole layer does if the layer's own code must run."""
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ringflash.recurrent.contiguous_shard import ContiguousShard
 from ringflash.recurrent.messages import states_before
-from ringflash.recurrent.stretch import Stretch
 
 
-def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch: Stretch) -> Tensor:
+def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, shard: ContiguousShard) -> Tensor:
     """Run a causal convolution in which a token sees the previous `width` - 1 tokens of its document.
 
     The first tokens of a rank see a halo, which previous ranks send. Zeros separate documents.
@@ -24,19 +24,17 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, stretch
         y: as x.
     """
     size = width - 1
-    parts = [torch.zeros_like(x[..., :1]).expand(-1, -1, size)] * len(stretch.pieces)
-    if stretch.group is not None and size:
-        parts[0] = _halo(x, size, stretch)
-    padded = torch.cat(
-        [t for zeros, (a, b) in zip(parts, stretch.pieces, strict=True) for t in (zeros, x[..., a:b])], -1
-    )
+    parts = [torch.zeros_like(x[..., :1]).expand(-1, -1, size)] * len(shard.pieces)
+    if shard.group is not None and size:
+        parts[0] = _halo(x, size, shard)
+    padded = torch.cat([t for zeros, (a, b) in zip(parts, shard.pieces, strict=True) for t in (zeros, x[..., a:b])], -1)
     y = conv(padded)
-    return torch.cat([y[..., a + i * size : b + i * size] for i, (a, b) in enumerate(stretch.pieces, 1)], -1)
+    return torch.cat([y[..., a + i * size : b + i * size] for i, (a, b) in enumerate(shard.pieces, 1)], -1)
 
 
-def _halo(x: Tensor, size: int, stretch: Stretch) -> Tensor:
+def _halo(x: Tensor, size: int, shard: ContiguousShard) -> Tensor:
     """Return the `size` tokens before the shard, zeros for those of other documents."""
-    tails = states_before(x[..., -size:], stretch.group)  # shorter if the shards are
+    tails = states_before(x[..., -size:], shard.group)  # shorter if the shards are
     zeros = x.new_zeros(*x.shape[:2], size)
-    foreign = torch.arange(size, device=x.device) < size - stretch.before
+    foreign = torch.arange(size, device=x.device) < size - shard.before
     return torch.cat([zeros, *tails], -1)[..., -size:].masked_fill(foreign, 0)

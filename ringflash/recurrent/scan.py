@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
+from ringflash.recurrent.contiguous_shard import ContiguousShard
 from ringflash.recurrent.messages import states_before
-from ringflash.recurrent.stretch import Stretch
 
 
 def delta_rule(
@@ -26,7 +26,7 @@ def delta_rule(
     *,
     g: Tensor,
     beta: Tensor,
-    stretch: Stretch,
+    shard: ContiguousShard,
     **options: Any,
 ) -> Tensor:
     """Run a gated delta rule, S_t = (I - beta k k^T) diag(exp(g)) S_(t-1) + beta k v^T and o_t = S_t^T q_t.
@@ -49,8 +49,8 @@ def delta_rule(
     Source: Yang et al. 2024, arXiv:2412.06464, equation 10; the exchange is that of an associative scan.
     """
     inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    pieces = [{name: x[:, a:b] for name, x in inputs.items()} for a, b in stretch.pieces]
-    if stretch.group is None:
+    pieces = [{name: x[:, a:b] for name, x in inputs.items()} for a, b in shard.pieces]
+    if shard.group is None:
         return torch.cat([rule(**piece, **options)[0] for piece in pieces], 1)
     key_dim, value_dim = key.shape[-1], value.shape[-1]
     dtype = torch.promote_types(value.dtype, torch.float32)
@@ -63,9 +63,9 @@ def delta_rule(
         out, state = rule(**piece, initial_state=None, output_final_state=True, **options)
         outs.append(out)
     assert state is not None
-    known = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), stretch.group)
+    known = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), shard.group)
     arriving = known[0, ..., :value_dim]
-    for rank in stretch.previous:
+    for rank in shard.previous:
         own, transition = known[rank + 1].split([value_dim, key_dim], -1)
         arriving = transition @ arriving + own
     out, response = outs[0].split([value_dim, key_dim], -1)
@@ -82,7 +82,7 @@ def mamba2_scan(
     B: Tensor,
     C: Tensor,
     *,
-    stretch: Stretch,
+    shard: ContiguousShard,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
@@ -108,16 +108,16 @@ def mamba2_scan(
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     results = [
         scan(x[:, a:b], dt[:, a:b], A, B[:, a:b], C[:, a:b], return_final_states=True, **options)
-        for a, b in stretch.pieces
+        for a, b in shard.pieces
     ]
     outs = [out for out, _ in results]
-    if stretch.group is not None:
-        rows = slice(*stretch.pieces[0])
+    if shard.group is not None:
+        rows = slice(*shard.pieces[0])
         state = results[-1][1]
         decay = (dt[:, rows] * A.to(dtype)).cumsum(1)
-        known = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), stretch.group)
+        known = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), shard.group)
         arriving = known[0, ..., :-1]
-        for rank in stretch.previous:
+        for rank in shard.previous:
             arriving = known[rank + 1, ..., -1:] * arriving + known[rank + 1, ..., :-1]
         states = arriving.view(len(x), B.shape[2], -1, *state.shape[2:]).to(dtype)  # (batch, group, head, feature, n)
         carried = torch.einsum("blgn,bghpn->blghp", C[:, rows].to(dtype), states).flatten(2, 3)

@@ -81,7 +81,7 @@ def scan(ctx: Context, fault: str) -> None:
         return value, value.new_ones(1, 2, 3, 6) + value.mean()
 
     options = {"g": torch.zeros(1, 4, 2), "beta": torch.ones(1, 4, 2)}
-    out = recurrent.delta_rule(rule, q, k, v, stretch=recurrent.Stretch.of(4, ctx.group), **options)
+    out = recurrent.delta_rule(rule, q, k, v, shard=recurrent.ContiguousShard.of(4, ctx.group), **options)
     if ctx.rank == VICTIM:
         time.sleep(600)
     out.sum().backward()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash import recurrent
-from ringflash.recurrent import Stretch
+from ringflash.recurrent import ContiguousShard
 from ringflash.sequence.layout import shard_sequence
 from tests.helpers.pool import Context, Pool, on_ranks
 
@@ -73,9 +73,9 @@ def mamba_inputs(batch: int) -> dict[str, Tensor]:
     return {**inputs, "dt_bias": drawn(4, seed=6), "A": -drawn(4, seed=7).exp(), "D": drawn(4, seed=8)}
 
 
-def run(kind: str, inputs: dict[str, Tensor], stretch: Stretch) -> Tensor:
+def run(kind: str, inputs: dict[str, Tensor], shard: ContiguousShard) -> Tensor:
     if kind == "mamba2":
-        return recurrent.mamba2_scan(loop_scan, **inputs, stretch=stretch, dt_softplus=True, dt_limit=(0.1, 2.0))
+        return recurrent.mamba2_scan(loop_scan, **inputs, shard=shard, dt_softplus=True, dt_limit=(0.1, 2.0))
     if kind.startswith("conv"):
         weight = inputs["weight"]
         channels, width = len(weight), weight.shape[-1]
@@ -84,8 +84,8 @@ def run(kind: str, inputs: dict[str, Tensor], stretch: Stretch) -> Tensor:
             padded = torch.nn.functional.pad(x, (width - 1, 0))
             return torch.nn.functional.conv1d(padded, weight, groups=channels).tanh()
 
-        return recurrent.causal_conv(conv, inputs["x"].transpose(1, 2), width, stretch).transpose(1, 2)
-    return recurrent.delta_rule(loop_rule, **inputs, stretch=stretch)
+        return recurrent.causal_conv(conv, inputs["x"].transpose(1, 2), width, shard).transpose(1, 2)
+    return recurrent.delta_rule(loop_rule, **inputs, shard=shard)
 
 
 def inputs_of(kind: str, batch: int) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def outputs_and_gradients(kind: str, inputs: dict[str, Tensor], group: Any, boun
         x.shape[1] == LENGTH else x for name, x in leaves.items()
     }  # fmt: skip
     length = LENGTH // (1 if group is None else group.size())
-    out = recurrent.from_sequence_order(run(kind, held, Stretch.of(length, group, bounds)), group, layout)
+    out = recurrent.from_sequence_order(run(kind, held, ContiguousShard.of(length, group, bounds)), group, layout)
     weights = drawn(len(out), LENGTH, *out.shape[2:], seed=9)
     (out * shard_sequence(weights, group, 1, layout)).sum().backward()
     return [out.detach(), *(x.grad for x in leaves.values())]  # type: ignore[misc]
@@ -129,7 +129,7 @@ def documents_apart(kind: str, inputs: dict[str, Tensor], bounds: tuple[int, ...
     outs = []
     for a, b in zip((bounds or (0, LENGTH))[:-1], (bounds or (0, LENGTH))[1:], strict=True):
         cut = {name: x[:, a:b] if x.dim() > 2 and x.shape[1] == LENGTH else x for name, x in leaves.items()}
-        outs.append(run(kind, cut, Stretch(None, ((0, b - a),), 0)))
+        outs.append(run(kind, cut, ContiguousShard(None, ((0, b - a),), 0)))
     out = torch.cat(outs, 1)
     (out * drawn(*out.shape, seed=9)).sum().backward()
     return [out.detach(), *(x.grad for x in leaves.values())]  # type: ignore[misc]
@@ -149,8 +149,8 @@ def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
             name: shard_sequence(x, ctx.group, 1, "contiguous") if x.dim() > 2 and x.shape[1] == LENGTH else x
             for name, x in inputs.items()
         }
-        stretch = Stretch.of(LENGTH // ctx.size, ctx.group)
-        error = (run(kind, held, stretch) - run(kind, held, stretch._replace(before=0))).abs().max()
+        shard = ContiguousShard.of(LENGTH // ctx.size, ctx.group)
+        error = (run(kind, held, shard) - run(kind, held, shard._replace(before=0))).abs().max()
         assert (error > 1e-3) == (ctx.rank > 0)
 
 
@@ -163,7 +163,7 @@ def test_steps_of_a_scan_are_computed_in_fp32() -> None:
         return x, None
 
     inputs = {name: x.bfloat16() for name, x in mamba_inputs(1).items()}
-    recurrent.mamba2_scan(scan, **inputs, stretch=Stretch.of(LENGTH), dt_softplus=True)
+    recurrent.mamba2_scan(scan, **inputs, shard=ContiguousShard.of(LENGTH), dt_softplus=True)
     want = torch.nn.functional.softplus(inputs["dt"].float() + inputs["dt_bias"].float())
     torch.testing.assert_close(seen[0], want, rtol=1e-6, atol=0)
 

@@ -1,4 +1,4 @@
-"""The contiguous tokens of a rank, in which recurrences run."""
+"""Contiguous shards of the sequence, in which recurrences run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from ringflash.comm.group import Group, resolve
 
 
-class Stretch(NamedTuple):
-    """The contiguous tokens of one rank, cut where documents begin.
+class ContiguousShard(NamedTuple):
+    """Contiguous tokens of one rank, cut into pieces where documents begin.
 
     Args:
         group: ranks that share the sequence, in its order; None is one process.
@@ -26,8 +26,8 @@ class Stretch(NamedTuple):
     bounds: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, length: int, group: Group = None, bounds: tuple[int, ...] | None = None) -> Stretch:
-        """Return the stretch of this rank.
+    def of(cls, length: int, group: Group = None, bounds: tuple[int, ...] | None = None) -> ContiguousShard:
+        """Return the shard of this rank.
 
         Args:
             length: tokens of each rank.
