@@ -129,13 +129,13 @@ class HeadGather(GatherCall):
             *work.sizes.kv_format.head_dims,
             device,
         )
-        known = all(mask.is_cached(key) for mask in masks)
-        in_order = not known or measuring()  # the first section builds tables that the others reuse
+        seen_before = all(mask.is_cached(key) for mask in masks)
+        in_order = not seen_before or measuring()  # the first section builds tables that the others reuse
         with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
                 markers = work.gathered.publish(k, v, self.impl, self.number)
             run_units(work, *markers, watched, in_order)
-        if not known:
+        if not seen_before:
             for mask in masks:
                 mask.cached(key, lambda: True)
 

@@ -158,9 +158,9 @@ def raising_together(
 
 def _known_checksum(group: dist.ProcessGroup, signature: dict[str, object], errors: _Errors) -> int | None:
     """Return the checksum of a kind of call that was compared; None for another one."""
-    for known in _compared.get(group, ()):
-        if (known.signature is signature or known.signature == signature) and known.errors == errors:
-            return known.checksum
+    for compared in _compared.get(group, ()):
+        if (compared.signature is signature or compared.signature == signature) and compared.errors == errors:
+            return compared.checksum
     return None
 
 

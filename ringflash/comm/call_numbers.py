@@ -91,10 +91,10 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
 
 
 def _calls(group: dist.ProcessGroup) -> _Calls:
-    known = _of_groups.get(group)
-    if known is None:
-        known = _of_groups[group] = _Calls()
-    return known
+    calls = _of_groups.get(group)
+    if calls is None:
+        calls = _of_groups[group] = _Calls()
+    return calls
 
 
 def next_number(group: dist.ProcessGroup | None, forward: int = 0) -> CallNumber:

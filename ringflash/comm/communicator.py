@@ -49,11 +49,11 @@ def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: 
         communicator: addressed by ranks within the group; unknown to the functions of `torch.distributed`.
     """
     key = (group.group_name, purpose)
-    known = _communicators.get(key)
-    if known is None or known[0] is not group:
+    entry = _communicators.get(key)
+    if entry is None or entry[0] is not group:
         _free_destroyed()
-        known = _communicators[key] = (group, _make(group, purpose, backend, timeout))
-    return known[1]
+        entry = _communicators[key] = (group, _make(group, purpose, backend, timeout))
+    return entry[1]
 
 
 def register_members(group: dist.ProcessGroup, members: tuple[int, ...]) -> tuple[str, dist.ProcessGroup]:
@@ -77,31 +77,31 @@ class _Peers:
         self.nccl: list[dist.ProcessGroupNCCL] = []
         number = next(_registered[group.group_name])  # a name is given again after its group has been destroyed
         self._store = dist.PrefixStore(f"ringflash/end {number}", _get_process_group_store(group))
-        self._said: set[str] = set()
+        self._announced: set[str] = set()
 
-    def say(self, what: str) -> None:
+    def announce(self, what: str) -> None:
         """Tell the other ranks that this one is "idle" or has "left"."""
-        if what not in self._said and self._store.add(what, 1) >= self.size:
+        if what not in self._announced and self._store.add(what, 1) >= self.size:
             self._store.set(f"all {what}", "yes")
-        self._said.add(what)
+        self._announced.add(what)
 
-    def all_say(self, what: str) -> bool:
-        """Return True if all ranks have said so."""
+    def all_announced(self, what: str) -> bool:
+        """Return True if all ranks have announced it."""
         return self._store.check([f"all {what}"])
 
     def wait(self, what: str, deadline: float) -> None:
-        """Wait until all ranks have said so, or until the deadline."""
-        while not self.all_say(what) and time.monotonic() < deadline:  # torch warns of a wait that ends without it
+        """Wait until all ranks have announced it, or until the deadline."""
+        while not self.all_announced(what) and time.monotonic() < deadline:  # torch warns if a wait of its own fails
             time.sleep(_PAUSE_S)
 
 
 def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
     """Register the ranks of a group, which use memory of this process: at its end it waits for them."""
-    known = next((peers for peers in _peers if peers.group is group), None)
-    if known is None:
-        known = _Peers(group, device)
-        _peers.append(known)
-    return known
+    peers_of_group = next((peers for peers in _peers if peers.group is group), None)
+    if peers_of_group is None:
+        peers_of_group = _Peers(group, device)
+        _peers.append(peers_of_group)
+    return peers_of_group
 
 
 def finish_device() -> None:
@@ -202,7 +202,7 @@ def _await_peers() -> None:
     for what, waiting in (("idle", _peers), ("left", firsts)):
         for peers in _peers:
             with suppress(RuntimeError):  # the store is gone
-                peers.say(what)
+                peers.announce(what)
         for peers in waiting:
             with suppress(RuntimeError):  # so is the time
                 peers.wait(what, deadline)
@@ -216,8 +216,8 @@ def _free_destroyed() -> None:
     for peers in [peers for peers in _peers if store_of(peers.group) is None]:
         torch.cuda.synchronize(peers.device)
         with suppress(RuntimeError):
-            peers.say("idle")
-            if peers.all_say("idle"):
+            peers.announce("idle")
+            if peers.all_announced("idle"):
                 _abort(peers.nccl)
                 _peers.remove(peers)
 

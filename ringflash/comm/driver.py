@@ -197,9 +197,9 @@ def plain_launch(
     maps: Sequence[tuple[int, int] | None] = (),
 ) -> Command | None:
     """Return `Driver.plain_launch`; None without a driver."""
-    known = driver()
+    cuda_driver = driver()
     try:
-        return None if known is None else known.plain_launch(launch, stream, pointers or {}, maps)
+        return None if cuda_driver is None else cuda_driver.plain_launch(launch, stream, pointers or {}, maps)
     except RuntimeError:  # the launch itself has been made before, and is made by Python again
         return None
 

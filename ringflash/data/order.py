@@ -32,11 +32,11 @@ class SampleOrder(Sampler[int]):
         self.next = first + dp_rank
 
     def __iter__(self) -> Iterator[int]:
-        known, order = -1, torch.empty(0)
+        shuffled_epoch, order = -1, torch.empty(0)
         for sample in range(self.next, 1 << 62, self.step):
             epoch, index = divmod(sample, self.num_sequences)
-            if epoch != known:
-                known, order = epoch, shuffled(self.num_sequences, f"{self.seed}/{epoch}")
+            if epoch != shuffled_epoch:
+                shuffled_epoch, order = epoch, shuffled(self.num_sequences, f"{self.seed}/{epoch}")
             yield int(order[index])
 
 

@@ -63,10 +63,10 @@ def delta_rule(
         out, state = rule(**piece, initial_state=None, output_final_state=True, **options)
         outs.append(out)
     assert state is not None
-    known = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), shard.group)
-    arriving = known[0, ..., :value_dim]
+    earlier = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), shard.group)
+    arriving = earlier[0, ..., :value_dim]
     for rank in shard.previous:
-        own, transition = known[rank + 1].split([value_dim, key_dim], -1)
+        own, transition = earlier[rank + 1].split([value_dim, key_dim], -1)
         arriving = transition @ arriving + own
     out, response = outs[0].split([value_dim, key_dim], -1)
     carried = torch.einsum("blhk,bhkv->blhv", response.to(dtype), arriving.to(dtype))
@@ -115,10 +115,10 @@ def mamba2_scan(
         rows = slice(*shard.pieces[0])
         state = results[-1][1]
         decay = (dt[:, rows] * A.to(dtype)).cumsum(1)
-        known = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), shard.group)
-        arriving = known[0, ..., :-1]
+        earlier = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), shard.group)
+        arriving = earlier[0, ..., :-1]
         for rank in shard.previous:
-            arriving = known[rank + 1, ..., -1:] * arriving + known[rank + 1, ..., :-1]
+            arriving = earlier[rank + 1, ..., -1:] * arriving + earlier[rank + 1, ..., :-1]
         states = arriving.view(len(x), B.shape[2], -1, *state.shape[2:]).to(dtype)  # (batch, group, head, feature, n)
         carried = torch.einsum("blgn,bghpn->blghp", C[:, rows].to(dtype), states).flatten(2, 3)
         outs[0] = (outs[0].to(dtype) + decay.exp()[..., None] * carried).to(outs[0].dtype)

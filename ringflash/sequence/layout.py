@@ -214,9 +214,9 @@ def find_cut(shard: Tensor) -> tuple[int, str] | None:
     """
     if shard.dtype not in _INTEGERS or not shard.numel() or cuda_graphs.capturing(shard.device):
         return None
-    known: _Cut | None = _cuts.get(shard)
-    if known is not None:
-        return int(known[0]), known[1]
+    cut: _Cut | None = _cuts.get(shard)
+    if cut is not None:
+        return int(cut[0]), cut[1]
     if (shard == shard.flatten()[0]).all():
         return None
     mine = int(checksum_of_integers(shard))

@@ -22,13 +22,13 @@ class LastResult(Generic[T]):
 
     def __init__(self, compute: Callable[[Tensor], T]) -> None:
         self._compute = compute
-        self._known: tuple[ref[Tensor], int, T] | None = None
+        self._cached: tuple[ref[Tensor], int, T] | None = None
 
     def __call__(self, x: Tensor) -> T:
         """Return the result for a tensor."""
         if x.is_inference():
             return self._compute(x)
-        known = self._known
-        if known is None or known[0]() is not x or known[1] != x._version:
-            known = self._known = ref(x), x._version, self._compute(x)
-        return known[2]
+        cached = self._cached
+        if cached is None or cached[0]() is not x or cached[1] != x._version:
+            cached = self._cached = ref(x), x._version, self._compute(x)
+        return cached[2]

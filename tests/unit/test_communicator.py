@@ -127,8 +127,8 @@ def destroys():
     communicator._free_destroyed()
     say("kept", len(communicator._peers), len(communicator._communicators))
     join(size=2, store=store)  # another group of that name, whose other rank goes on
-    communicator._peers[0].say("idle")
-    say("all idle", communicator._peers[0].all_say("idle"))
+    communicator._peers[0].announce("idle")
+    say("all idle", communicator._peers[0].all_announced("idle"))
     os._exit(0)
 
 ways = returns, child, raises, raised_in_a_ring, went_on_after_it, exits_alone, ends_first, slow_device, destroys

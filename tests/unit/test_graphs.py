@@ -361,7 +361,7 @@ def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -
 
     captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
     memory = object.__new__(CopyEngine)
-    memory._lanes, memory._device, memory.known = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    memory._lanes, memory._device, memory.entered = {"pull": captured, "even": other}, CPU, caller  # type: ignore
     monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
     memory.join()

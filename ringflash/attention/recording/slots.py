@@ -36,9 +36,9 @@ class Slots:
 
     def add_views(self, x: Tensor, views: Any) -> None:
         """Remember views of an input as parts of its slot; other views need no slot."""
-        known = self._inputs.get(id(x))
-        if known is not None:
-            self._inputs |= {id(view): (view, known[1]) for view in tree_leaves(views)}
+        entry = self._inputs.get(id(x))
+        if entry is not None:
+            self._inputs |= {id(view): (view, entry[1]) for view in tree_leaves(views)}
 
     def is_new(self, out: Any) -> bool:
         """True if an operator returned one new tensor."""

@@ -26,13 +26,13 @@ class ViewCache:
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
-        known = self._entries.get(key)
-        if known is None:
-            known = make(), areas  # may drop other entries
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = make(), areas  # may drop other entries
             if len(self._entries) == _MAX_CACHED:
                 del self._entries[next(iter(self._entries))]
-            self._entries[key] = known
-        return cast(T, known[0])
+            self._entries[key] = entry
+        return cast(T, entry[0])
 
     def has(self, key: Hashable) -> bool:
         """Return True if there is an entry of this key."""
@@ -66,7 +66,7 @@ class Lanes:
 
     Attributes:
         recorder: recorder of the present call, if it is recorded.
-        known: the current stream, in `on_one_stream` and in lanes.
+        entered: the current stream, in `on_one_stream` and in lanes; None outside of both.
     """
 
     recorder: CallRecorder | None = None
@@ -79,7 +79,7 @@ class Lanes:
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
         self._lanes: dict[str, torch.cuda.Stream] = {}
-        self.known: torch.cuda.Stream | None = None
+        self.entered: torch.cuda.Stream | None = None
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         if self.recorder is not None and not self._cache.has(key):
@@ -111,26 +111,26 @@ class Lanes:
     def enter(self, stream: torch.cuda.Stream) -> None:
         """Make a stream current, in `on_one_stream`."""
         torch.cuda.set_stream(stream)  # the context manager is several times slower
-        self.known = stream
+        self.entered = stream
 
     def current(self) -> torch.cuda.Stream:
         """Return the current stream."""
         # With a torch.device as argument, or without any, torch's answer is several times slower.
-        return torch.cuda.current_stream(self._device.index) if self.known is None else self.known
+        return torch.cuda.current_stream(self._device.index) if self.entered is None else self.entered
 
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
         if lane not in self._lanes:
             self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, known, current = self._lanes[lane], self.known, self.current()
+        stream, outer, current = self._lanes[lane], self.entered, self.current()
         self.enter(stream)
         try:
             self._wait(stream, after)
             work()
             return self._record(stream)
         finally:
-            self.known = known
+            self.entered = outer
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
@@ -174,10 +174,10 @@ class _OneStream:
         self._lanes = lanes
 
     def __enter__(self) -> None:
-        self._lanes.known = self._lanes.current()
+        self._lanes.entered = self._lanes.current()
 
     def __exit__(self, *error: object) -> None:
-        self._lanes.known = None
+        self._lanes.entered = None
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:

@@ -89,13 +89,13 @@ def open_transport(name: str | Undecided, group: dist.ProcessGroup) -> Transport
 def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     """Return the transport or memory of a group by name, which `make` opens on first use."""
     key = (name, group.group_name)
-    known = _open.get(key)
-    if known is None or known[0] is not group:  # a group that was destroyed may have had the same name
+    entry = _open.get(key)
+    if entry is None or entry[0] is not group:  # a group that was destroyed may have had the same name
         _close_destroyed()
-        known = _open[key] = (group, make())
-    if isinstance(messages := whole_transport(known[1]), PointToPoint):
+        entry = _open[key] = (group, make())
+    if isinstance(messages := whole_transport(entry[1]), PointToPoint):
         messages.capture_checked = False
-    return cast(T, known[1])
+    return cast(T, entry[1])
 
 
 def _close_destroyed() -> None:
