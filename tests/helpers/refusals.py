@@ -253,7 +253,7 @@ REFUSALS: dict[str, Refusal] = {
         lambda c, a: a.update(window_size=(3, 2)) or _trees([-1, 0], [1, 0])(c, a),
     ),
     "ranks_differ_in_parents": _wrong(
-        SAME + "cu_seqlens 4 bounds with parents, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
+        SAME + "cu_seqlens 4 bounds in a table, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
     ),
     "ranks_differ_in_directions": _wrong(SAME + "cu_seqlens", lambda c, a: _trees([-1, 0], [c.rank > 0, False])(c, a)),
     "one_rank_parents": _wrong("depth first", _last_rank(_trees([-1, 0, 0, 1]))),
