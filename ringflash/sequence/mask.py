@@ -244,7 +244,7 @@ class SequenceMask:
         return self._ranges_in_window(np.asarray(documents), start, stop)
 
     def _ranges_in_window(self, documents: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what the queries [start, stop), which are of these documents, see in their windows and of global tokens."""
+        """Return what the queries [start, stop), which are of these documents, see under a window."""
         bounds, starts, links, shifts, both, num_global = self._arrays
         first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
         last = np.where(both[documents], bounds[documents + 1], last)

@@ -94,13 +94,13 @@ def _cu_seqlens(make: Callable[[int], Any], dtype: torch.dtype = torch.int32) ->
     return lambda ctx, arguments: arguments.update(cu_seqlens=torch.tensor(make(ctx.size * LENGTH), dtype=dtype))
 
 
-def _trees(parents: list[int], bidirectional: list[int] | None = None) -> Change:
+def _trees(parents: list[int], bidirectional: list[int] | None = None, global_tokens: int = 0) -> Change:
     """A table of documents of two tokens, the last one up to the end."""
 
     def change(ctx: Context, arguments: dict[str, Any]) -> None:
         bounds = torch.tensor([*range(0, 2 * len(parents), 2), ctx.size * LENGTH], dtype=torch.int32)
         both = None if bidirectional is None else torch.tensor(bidirectional)
-        arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both)
+        arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both, global_tokens)
 
     return change
 
@@ -247,6 +247,16 @@ REFUSALS: dict[str, Refusal] = {
     "parents_ahead": _wrong("parents must order documents depth first, got 2", _trees([-1, 2, -1])),
     "parents_not_causal": _wrong(
         "causal must be True with parents", lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a)
+    ),
+    "global_tokens_not_causal": _wrong(
+        "causal must be True with parents, bidirectional documents or global tokens",
+        lambda c, a: a.update(causal=False) or _trees([-1, -1], global_tokens=1)(c, a),
+    ),
+    "global_tokens_before_branches": _wrong(
+        "global_tokens must include all of a document that several continue, got 1", _trees([-1, 0, 0], global_tokens=1)
+    ),
+    "ranks_differ_in_global_tokens": _wrong(
+        SAME + "cu_seqlens 3 bounds in a table, checksum", lambda c, a: _trees([-1, -1], global_tokens=1 + c.rank)(c, a)
     ),
     "bidirectional_right_window": _wrong(
         r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
