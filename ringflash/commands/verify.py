@@ -167,7 +167,9 @@ def _settings(options: Any) -> Settings:
         None if x is None else tuple(x) for x in (options.cu_seqlens, options.parents, options.bidirectional)
     )
     counts = (options.global_tokens,) * max(1, len(bounds or ()) - 1) if options.global_tokens else None
-    SequenceMask(options.seqlen, options.causal, (-1, -1), bounds, *relations, counts)  # raises unless they fit
+    SequenceMask(
+        options.seqlen, options.causal, (-1, -1), bounds, *relations, global_tokens=counts
+    )  # raises unless they fit
     device = torch.device(kind)
     if kind == "cuda":
         ranks = int(os.environ["LOCAL_RANK"]) + 1

@@ -122,8 +122,8 @@ def draw_data(
     labels = token_loss.shift_labels(input_ids, cu_seqlens)
     labels[:, : seqlen // 4] = IGNORE_INDEX
     if cu_seqlens is not None and (global_tokens or not parents is bidirectional is None):
-        relations = (None if x is None else torch.tensor(x, device="cpu") for x in (parents, bidirectional))
-        cu_seqlens = document_table(cu_seqlens, *relations, global_tokens)
+        above, both = (None if x is None else torch.tensor(x, device="cpu") for x in (parents, bidirectional))
+        cu_seqlens = document_table(cu_seqlens, above, both, global_tokens)
     return Data(input_ids, labels, cu_seqlens)
 
 
