@@ -40,13 +40,20 @@ Run = Callable[[], object]
 # --------------------------------------------------------------------------------------------------------- masks
 
 
-def forest(lengths: list[int], parents: list[int], both: list[bool] | None = None, left: int = -1) -> SequenceMask:
+def forest(
+    lengths: list[int],
+    parents: list[int],
+    both: list[bool] | None = None,
+    left: int = -1,
+    global_tokens: int = 0,
+) -> SequenceMask:
     """Return documents that continue others."""
     bounds = [0]
     for n in lengths:
         bounds.append(bounds[-1] + n)
     both = both or [False] * len(lengths)
-    return SequenceMask(bounds[-1], True, (left, -1), tuple(bounds), tuple(parents), tuple(both))
+    counts = (global_tokens,) * len(lengths) if global_tokens else None
+    return SequenceMask(bounds[-1], True, (left, -1), tuple(bounds), tuple(parents), tuple(both), counts)
 
 
 def rollouts(groups: int, prompt: int, answers: int, length: int, left: int = -1) -> SequenceMask:
@@ -122,6 +129,9 @@ CASES: dict[str, Callable[[], Mask]] = {
     "32 answers of 2k after 2k": lambda: whole(rollouts(1, 2048, 32, 2048)),
     "8 x (8 answers of 900 after 1k)": lambda: whole(rollouts(8, 1000, 8, 900)),
     "16 answers of 4k after 2k, window 2k": lambda: whole(rollouts(1, 2048, 16, 4096, left=2047)),
+    "8 documents of 16k, window 2k, 128 global tokens": lambda: whole(
+        forest([16384] * 8, [-1] * 8, left=2047, global_tokens=128)
+    ),
     "512 answers of 96 after 16k": lambda: whole(rollouts(1, 16384, 512, 96)),
     "agent trees": lambda: whole(agents(65536)),
     "rank 5 of 8, balanced, agent trees of 512k": lambda: gathered(agents(524288), 8, 5, "balanced"),
@@ -225,6 +235,7 @@ def speeds(contenders: Mapping[str, Ours | Rival]) -> dict[str, tuple[float, flo
 
 _DEEP = [300, 210, 150, 450, 105, 285], [-1, 0, 1, 1, 0, 4], [False, False, True, False, False, False]
 _WINDOW = partial(forest, *_DEEP, left=250)
+_GLOBAL = partial(forest, [300, 1000, 200], [-1, -1, 1], left=250, global_tokens=20)
 
 
 def _check(mask: Mask, dim: int, value_dim: int | None = None, **options) -> float:
@@ -278,6 +289,7 @@ CHECKS: dict[str, list[Callable[[], object]]] = {
     "hd128": [
         lambda: _check(whole(forest(*_DEEP)), 128),
         lambda: _check(whole(_WINDOW()), 128),
+        lambda: _check(whole(_GLOBAL()), 128),
         lambda: _check(whole(rollouts(3, 200, 6, 90)), 128),
         lambda: _check(whole(block_diffusion(20, 32)), 128),
         lambda: _check(gathered(forest(*_DEEP), 2, 1, "zigzag"), 128),

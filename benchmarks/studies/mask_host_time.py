@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 def padded(mask: SequenceMask) -> SequenceMask:
     """Return the mask with a last document that fills the sequence."""
-    bounds, parents, both = mask.bounds, mask.parents, mask.bidirectional
+    bounds, parents, both, counts = mask.bounds, mask.parents, mask.bidirectional, mask.global_tokens
     if bounds[-1] == TOKENS:
         return mask
     return SequenceMask(
@@ -45,11 +45,15 @@ def padded(mask: SequenceMask) -> SequenceMask:
         cu_seqlens=(*bounds, TOKENS),
         parents=None if parents is None else (*parents, -1),
         bidirectional=None if both is None else (*both, False),
+        global_tokens=None if counts is None else (*counts, 0),
     )
 
 
 FAMILIES: dict[str, Callable[[], SequenceMask]] = {
     "documents of 104 tokens": lambda: forest([104] * 10_000, [-1] * 10_000),
+    "documents of 104 tokens, window of 32, 8 global tokens": lambda: forest(
+        [104] * 10_000, [-1] * 10_000, left=31, global_tokens=8
+    ),
     "588 x (16 answers of 96 after 240)": lambda: rollouts(588, 240, 16, 96),
     "588 x (16 answers of 96 after 240), window of 128": lambda: rollouts(588, 240, 16, 96, left=127),
     "19 x (512 answers of 96 after 5k)": lambda: rollouts(19, 5000, 512, 96),

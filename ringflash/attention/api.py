@@ -55,12 +55,12 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. Or a table of documents that continue one another or
-            see both ways, with causal=True (`document_table`); a window then counts along the path. For a larger batch
-            give a list with the bounds of each sequence; the sequences are then computed one after another. A tensor on
-            the CPU costs no synchronisation. One on a GPU is read again only after torch has seen a write to it: give a
-            new tensor if the values change through `.data` or a kernel. The backward uses the values that the forward
-            read. Refused while a CUDA graph is captured.
+            its length, equal on all ranks; batch must then be 1. Or a table of documents that continue one another, see
+            both ways or have global tokens, with causal=True (`document_table`); a window then counts along the path.
+            For a larger batch give a list with the bounds of each sequence; the sequences are then computed one after
+            another. A tensor on the CPU costs no synchronisation. One on a GPU is read again only after torch has seen
+            a write to it: give a new tensor if the values change through `.data` or a kernel. The backward uses the
+            values that the forward read. Refused while a CUDA graph is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
             "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always

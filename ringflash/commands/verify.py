@@ -37,6 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--cu_seqlens", type=list[int] | None, default=None, help="bounds of packed documents, as [0,100,256]")
     add("--parents", type=list[int] | None, default=None, help="documents that they continue, or -1, as [-1,0]")
     add("--bidirectional", type=list[bool] | None, default=None, help="documents that see all of themselves")
+    add("--global_tokens", type=int, default=0, help="first tokens of each path that are seen beyond the window")
     add(
         "--window",
         type=int | None,
@@ -169,7 +170,10 @@ def _settings(options: Any) -> Settings:
     bounds, *relations = (
         None if x is None else tuple(x) for x in (options.cu_seqlens, options.parents, options.bidirectional)
     )
-    SequenceMask(options.seqlen, options.causal, (-1, -1), bounds, *relations)  # raises unless they fit
+    counts = (options.global_tokens,) * max(1, len(bounds or ()) - 1) if options.global_tokens else None
+    SequenceMask(
+        options.seqlen, options.causal, (-1, -1), bounds, *relations, global_tokens=counts
+    )  # raises unless they fit
     device = torch.device(kind)
     if kind == "cuda":
         ranks = int(os.environ["LOCAL_RANK"]) + 1
@@ -182,5 +186,5 @@ def _settings(options: Any) -> Settings:
         torch.cuda.set_device(device)
     return Settings(
         options.seqlen, DTYPES[name], device, options.cu_seqlens, options.window, options.seed, options.causal,
-        options.parents, options.bidirectional,
+        options.parents, options.bidirectional, options.global_tokens,
     )  # fmt: skip

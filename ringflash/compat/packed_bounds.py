@@ -38,7 +38,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         local_k_slice: keys that they see, as positions in the whole sequence.
     Raises:
         ValueError: a sequence that world_size does not divide.
-        NotImplementedError: a table with parents or bidirectional documents, which these bounds cannot describe.
+        NotImplementedError: a table whose documents are not plain, which these bounds cannot describe.
     """
     bounds = list(read_documents(cu_seqlens).plain_bounds("llama3_flash_attn_prepare_cu_seqlens"))
     length, rest = divmod(bounds[-1], world_size)

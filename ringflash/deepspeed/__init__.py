@@ -15,6 +15,5 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from ringflash.deepspeed.engine import context_mesh, initialize
-from ringflash.deepspeed.refusals import check
 
-__all__ = ["check", "context_mesh", "initialize"]
+__all__ = ["context_mesh", "initialize"]

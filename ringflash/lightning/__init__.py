@@ -19,7 +19,6 @@ from ringflash.lightning.module import CausalLM
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.stop import StopOnSignal
 from ringflash.lightning.strategy import ContextParallelStrategy
-from ringflash.wrap import wrap_attention
 
 __all__ = [
     "CausalLM",
@@ -28,5 +27,4 @@ __all__ = [
     "SequenceSharding",
     "StopOnSignal",
     "TokenData",
-    "wrap_attention",
 ]

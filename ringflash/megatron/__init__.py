@@ -10,7 +10,6 @@ Everything else stays Megatron's: it cuts batches and rotary embeddings in the l
 format "thd" in "documents"), reduces gradients over the group, and divides the loss.
 """
 
-from ringflash.megatron.core_attention import RingCoreAttention
 from ringflash.megatron.layer_spec import layer_spec, with_ring
 
-__all__ = ["RingCoreAttention", "layer_spec", "with_ring"]
+__all__ = ["layer_spec", "with_ring"]

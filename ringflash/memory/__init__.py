@@ -6,9 +6,6 @@ Attention is recomputed only with checkpointing="full": its results (out, lse) a
 nearly all of the work. docs/plan.md has the bytes.
 """
 
-from ringflash.memory.layers import checkpoint_layers
-from ringflash.memory.liger import use_liger
 from ringflash.memory.options import Memory, save_memory
-from ringflash.memory.tiles import tile_mlps
 
-__all__ = ["Memory", "checkpoint_layers", "save_memory", "tile_mlps", "use_liger"]
+__all__ = ["Memory", "save_memory"]

@@ -11,24 +11,23 @@ import torch
 from torch import nn
 
 
-def use_liger(model: nn.Module) -> None:
+def use_liger(model: nn.Module, *, if_possible: bool) -> None:
     """Put Liger's RMSNorm, rotary embedding and SwiGLU into a model, in place.
 
     Liger replaces the rotary embedding in transformers' module, and thus for every model of the family in this process.
     Its losses are not used: they divide by the tokens of one rank (docs/plan.md).
 
+    Args:
+        if_possible: leave the model as it is in place of these errors, with a warning if there is a GPU.
     Raises:
         RuntimeError: liger-kernel is not installed, or there is no GPU for its kernels.
         NotImplementedError: a family that Liger does not support.
     """
-    _apply(_patch_of(model), model)
-
-
-def use_liger_where_installed(model: nn.Module) -> None:
-    """Call `use_liger` if it is possible; otherwise leave the model as it is, with a warning if there is a GPU."""
     try:
         patch = _patch_of(model)
     except RuntimeError as refusal:
+        if not if_possible:
+            raise
         if torch.cuda.is_available():
             warnings.warn(f"liger 'auto' goes without Liger's kernels: {refusal}", stacklevel=2)
         return

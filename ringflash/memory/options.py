@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from ringflash.memory.layers import checkpoint_layers
-from ringflash.memory.liger import use_liger, use_liger_where_installed
+from ringflash.memory.liger import use_liger
 from ringflash.memory.tiles import tile_mlps
 
 Checkpointing = Literal["none", "attention_kept", "full"]
@@ -57,7 +57,7 @@ def save_memory(model: nn.Module, memory: Memory) -> None:
         RuntimeError: liger=True, but Liger is missing.
     """
     if memory.liger:
-        (use_liger_where_installed if memory.liger == "auto" else use_liger)(model)
+        use_liger(model, if_possible=memory.liger == "auto")
     if memory.mlp_tile_tokens:
         tile_mlps(model, memory.mlp_tile_tokens, checkpointed=memory.checkpointing != "none")
     if memory.checkpointing != "none":

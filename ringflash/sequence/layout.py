@@ -281,18 +281,29 @@ def _compare_shards(
         check_layout(x.shape[dim] * group.size(), group.size(), layout, bounds)
 
 
-def document_table(cu_seqlens: Tensor, parents: Tensor | None = None, bidirectional: Tensor | None = None) -> Tensor:
+def document_table(
+    cu_seqlens: Tensor,
+    parents: Tensor | None = None,
+    bidirectional: Tensor | None = None,
+    global_tokens: Tensor | int | None = None,
+) -> Tensor:
     """Return documents that continue one another, as one tensor, the `cu_seqlens` of every function that takes them.
 
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence.
         parents: (num_documents,), index of the document that each one continues, or -1; depth first.
         bidirectional: (num_documents,), bool: queries of the document see all of it, also what follows them.
+        global_tokens: the first tokens of the path that queries see beyond any window: of all documents, or
+            (num_documents,), equal within a tree. If several documents continue one, all of it must be global, or none.
     Returns:
-        table: (3, num_documents + 1), int32.
+        table: (4, num_documents + 1), int32.
     """
-    table = torch.stack([cu_seqlens, torch.full_like(cu_seqlens, -1), torch.zeros_like(cu_seqlens)])
-    for row, name, values in ((1, "parents", parents), (2, "bidirectional", bidirectional)):
+    none = torch.zeros_like(cu_seqlens)
+    table = torch.stack([cu_seqlens, none - 1, none, none])
+    if isinstance(global_tokens, int):
+        global_tokens = torch.full_like(cu_seqlens[1:], global_tokens)
+    given = (("parents", parents), ("bidirectional", bidirectional), ("global_tokens", global_tokens))
+    for row, (name, values) in enumerate(given, 1):
         if values is None:
             continue
         if values.shape != cu_seqlens[1:].shape:
@@ -312,9 +323,9 @@ def read_documents(cu_seqlens: Tensor) -> Documents:
 def _documents(cu_seqlens: Tensor) -> Documents:
     if cu_seqlens.dim() == 1:
         return Documents(tuple(cu_seqlens.tolist()))
-    if cu_seqlens.dim() != 2 or cu_seqlens.shape[0] != 3:
+    if cu_seqlens.dim() != 2 or cu_seqlens.shape[0] != 4:
         raise ValueError(
-            "cu_seqlens must be 1-D int32, or a table (3, num_documents + 1) of ringflash.document_table, got shape "
+            "cu_seqlens must be 1-D int32, or a table (4, num_documents + 1) of ringflash.document_table, got shape "
             f"{tuple(cu_seqlens.shape)}; pass torch.tensor([0, ...], dtype=torch.int32)."
         )
     return Documents.from_rows(cu_seqlens.tolist())

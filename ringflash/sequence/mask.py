@@ -9,7 +9,9 @@ sequence that a reader of it has read: its ancestors, then the document itself.
 
 A sequence holds its trees depth first: all that continues a document, directly or not, follows it before anything else.
 So a key has an end, where its document's tree ends, and a query sees the keys of one interval whose end is after it
-(`ringflash_kernels.mask`). Windows count positions in the path.
+(`ringflash_kernels.mask`). Windows count positions in the path. The first tokens of a path may be *global*: its queries
+see them beyond any window. A global key has the end of its document's tree; another one that of its window. So each of
+the latter must have its window in one path: no document that is not all global may have several continuations.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from ringflash_kernels.mask import Region, band_of
 class Documents(NamedTuple):
     """Documents of a sequence: bounds, and parents and directions if there are any; see `SequenceMask`.
 
-    As a tensor (`document_table`) they are (3, num_documents + 1), int32: bounds; parents, then -1; and 1 for documents
-    whose queries see all of the document, then 0.
+    As a tensor (`document_table`) they are (4, num_documents + 1), int32: bounds; parents, then -1; 1 for documents
+    whose queries see all of the document, then 0; and the number of global tokens of each document's path, then 0.
     """
 
     bounds: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     bidirectional: tuple[bool, ...] | None = None
+    global_tokens: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, values: tuple[int, ...] | Documents | None) -> Documents | None:
@@ -47,20 +50,25 @@ class Documents(NamedTuple):
         """Return the documents of the rows of a table, or of bounds only."""
         if len(rows) == 1:
             return cls(tuple(rows[0]))
-        bounds, (*parents, _), (*both, _) = rows
-        has_parents, has_both = any(parent != -1 for parent in parents), any(both)
-        return cls(tuple(bounds), tuple(parents) if has_parents else None, tuple(map(bool, both)) if has_both else None)
+        bounds, (*parents, _), (*both, _), (*counts, _) = rows
+        return cls(
+            tuple(bounds),
+            tuple(parents) if any(parent != -1 for parent in parents) else None,
+            tuple(map(bool, both)) if any(both) else None,
+            tuple(counts) if any(counts) else None,
+        )
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Rows of the table."""
-        count = len(self.bounds) - 1
-        return self.bounds, (*(self.parents or (-1,) * count), -1), (*map(int, self.bidirectional or (0,) * count), 0)
+        none = (0,) * (len(self.bounds) - 1)
+        parents, both = self.parents or (-1,) * len(none), map(int, self.bidirectional or none)
+        return self.bounds, (*parents, -1), (*both, 0), (*(self.global_tokens or none), 0)
 
     @property
     def are_plain(self) -> bool:
-        """True if none continues another and none is bidirectional."""
-        return self.parents is self.bidirectional is None
+        """True if none continues another, none is bidirectional and none has global tokens."""
+        return self.parents is self.bidirectional is self.global_tokens is None
 
     def plain_bounds(self, user: str) -> tuple[int, ...]:
         """Return the bounds of documents that are plain.
@@ -72,8 +80,8 @@ class Documents(NamedTuple):
         """
         if not self.are_plain:
             raise NotImplementedError(
-                f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents or bidirectional "
-                "documents; give each sequence its own document."
+                f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents, bidirectional "
+                "documents or global tokens; give each sequence its own document."
             )
         return self.bounds
 
@@ -88,7 +96,7 @@ class Documents(NamedTuple):
         if self.are_plain and len(self.bounds) <= 8:
             return str(self.bounds)
         content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
-        return f"{len(self.bounds)} bounds{'' if self.are_plain else ' with parents'}, checksum {content:08x}"
+        return f"{len(self.bounds)} bounds{'' if self.are_plain else ' in a table'}, checksum {content:08x}"
 
 
 class Run(NamedTuple):
@@ -109,6 +117,7 @@ class SequenceMask:
         cu_seqlens: document bounds (0, ..., seqlen); a query sees only keys of its document's path.
         parents: for each document, the index of the one that it continues, or -1.
         bidirectional: for each document, whether its queries see all of it although `causal`.
+        global_tokens: for each document, the first tokens of its path that its queries see beyond the window.
     """
 
     seqlen: int
@@ -117,18 +126,19 @@ class SequenceMask:
     cu_seqlens: tuple[int, ...] | None = None
     parents: tuple[int, ...] | None = None
     bidirectional: tuple[bool, ...] | None = None
+    global_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_window_size(self.window_size)
         if self.cu_seqlens is not None:
             check_cu_seqlens(self.cu_seqlens, self.seqlen)
-        check_parents(self.cu_seqlens, self.parents, self.bidirectional)
-        if self.parents is self.bidirectional is None:
+        check_parents(self.cu_seqlens, self.parents, self.bidirectional, self.global_tokens)
+        if self.documents is None or self.documents.are_plain:
             return
         if not self.causal:
             raise ValueError(
-                "causal must be True with parents or bidirectional documents, got False; mark documents that are to "
-                "see all of themselves as bidirectional."
+                "causal must be True with parents, bidirectional documents or global tokens, got False; mark documents "
+                "that are to see all of themselves as bidirectional."
             )
         if self.bidirectional is not None and self.window_size[1] > 0:
             raise ValueError(
@@ -139,7 +149,9 @@ class SequenceMask:
     @property
     def documents(self) -> Documents | None:
         """The documents, or None if none were given."""
-        return None if self.cu_seqlens is None else Documents(self.cu_seqlens, self.parents, self.bidirectional)
+        if self.cu_seqlens is None:
+            return None
+        return Documents(self.cu_seqlens, self.parents, self.bidirectional, self.global_tokens)
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -165,8 +177,9 @@ class SequenceMask:
         pairs = _triangle(after) - _triangle(before)
         if self.bidirectional is not None:
             pairs = pairs + np.asarray(self.bidirectional) * _triangle(lengths - 1)
-        if lower is not None:  # keys beyond the window
-            pairs = pairs - (_triangle(after + lower - 1) - _triangle(before + lower - 1))
+        if lower is not None:  # keys beyond the window that are not global
+            hidden = lower - 1 - self._arrays[-1]
+            pairs = pairs - (_triangle(after + hidden) - _triangle(before + hidden))
         return int(pairs.sum())
 
     @cached_property
@@ -175,9 +188,10 @@ class SequenceMask:
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        """Bounds, the fields of `Paths`, and which documents are bidirectional."""
-        both = self.bidirectional or (False,) * (len(self.bounds) - 1)
-        return tuple(map(np.asarray, (self.bounds, *self._paths, both)))
+        """Bounds, the fields of `Paths`, which documents are bidirectional, and their numbers of global tokens."""
+        none = (0,) * (len(self.bounds) - 1)
+        both = np.asarray(self.bidirectional or none, dtype=bool)
+        return *map(np.asarray, (self.bounds, *self._paths)), both, np.asarray(self.global_tokens or none)
 
     def path(self, document: int) -> list[Run]:
         """Return the keys of a document's path, as few runs as possible; the last one ends with the document."""
@@ -206,16 +220,20 @@ class SequenceMask:
             upper = None
         if lower is None:
             yield from (Region(first, last, run.start, run.stop) for run in ancestors)
-        else:  # the shift turns a distance in the path into one of positions in the sequence
-            regions = (Region(first, last, x.start, x.stop, lower + x.shift - own.shift).trimmed() for x in ancestors)
-            yield from (region for region in regions if region is not None)
-        trimmed = Region(first, last, own.start, own.stop, lower, upper).trimmed()
-        if trimmed is not None:
-            yield trimmed
+            found = [Region(first, last, own.start, own.stop, None, upper)]
+        else:
+            num_global, found = self.global_tokens[document] if self.global_tokens else 0, []
+            for run, last_seen in (*((run, None) for run in ancestors), (own, upper)):
+                edge = min(max(run.start, run.shift + num_global), run.stop)
+                if run.start < edge:
+                    found.append(Region(first, last, run.start, edge, None, last_seen))
+                if edge < run.stop:  # the shift turns a distance in the path into one of positions in the sequence
+                    found.append(Region(first, last, edge, run.stop, lower + run.shift - own.shift, last_seen))
+        yield from (region for x in found if (region := x.trimmed()) is not None)
 
     def visible_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the keys that at least one of the queries [start, stop) sees: disjoint intervals, ascending."""
-        if self.parents is None:
+        if self.parents is self.global_tokens is None:
             return [self._visible_range(start, stop)]
         documents = range(self.document_of(start), self.document_of(stop - 1) + 1)
         if self.band[0] is None:  # what later documents see besides is in the same path, or in [start, stop)
@@ -226,20 +244,23 @@ class SequenceMask:
         return self._ranges_in_window(np.asarray(documents), start, stop)
 
     def _ranges_in_window(self, documents: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what the queries [start, stop), which are of these documents, see in their windows."""
-        bounds, starts, links, shifts, both = self._arrays
+        """Return what the queries [start, stop), which are of these documents, see under a window."""
+        bounds, starts, links, shifts, both, num_global = self._arrays
         first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
         last = np.where(both[documents], bounds[documents + 1], last)
         reach = first + (self.band[0] or 0) - shifts[documents]  # in the path
         found = []
         while len(documents):  # run by run from the end of the path, while the window reaches farther
-            far = reach + shifts[documents]
+            far, count = reach + shifts[documents], num_global[documents]
             found.append((np.maximum(starts[documents], far), last))
-            on = (far < starts[documents]) & (links[documents] >= 0)
+            if self.global_tokens:
+                found.append((starts[documents], np.minimum(last, shifts[documents] + count)))
+            on = ((far < starts[documents]) | (count > 0)) & (links[documents] >= 0)
             documents, reach = links[documents[on]], reach[on]
             last = bounds[documents + 1]
         begins, ends = (np.concatenate(side) for side in zip(*found, strict=True))
-        order = np.argsort(begins)
+        order = np.flatnonzero(begins < ends)
+        order = order[np.argsort(begins[order])]
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
         apart = np.flatnonzero(begins[1:] > ends[:-1])
         return list(zip(begins[[0, *(apart + 1)]].tolist(), ends[[*apart, -1]].tolist(), strict=True))
@@ -311,10 +332,17 @@ def _triangle(n: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=8)  # checked for every rank, layer and pass
 def check_parents(
-    cu_seqlens: tuple[int, ...] | None, parents: tuple[int, ...] | None, bidirectional: tuple[bool, ...] | None
+    cu_seqlens: tuple[int, ...] | None,
+    parents: tuple[int, ...] | None,
+    bidirectional: tuple[bool, ...] | None,
+    global_tokens: tuple[int, ...] | None = None,
 ) -> None:
-    """Raise ValueError unless parents describe trees, depth first, and each document has an entry."""
-    for name, values in (("parents", parents), ("bidirectional", bidirectional)):
+    """Raise ValueError unless parents describe trees, depth first, and each document has an entry.
+
+    Global tokens must be the first ones of each path, and all paths of a tree must branch among them.
+    """
+    given = (("parents", parents), ("bidirectional", bidirectional), ("global_tokens", global_tokens))
+    for name, values in given:
         if values is not None and (cu_seqlens is None or len(values) != len(cu_seqlens) - 1):
             count = None if cu_seqlens is None else len(cu_seqlens) - 1
             raise ValueError(
@@ -331,6 +359,29 @@ def check_parents(
                 "previous document nor one that it continues; sort the documents (ringflash.share_prefixes)."
             )
         path.append(index)
+    if cu_seqlens is not None and global_tokens is not None:
+        _check_global_tokens(cu_seqlens, parents or (-1,) * len(global_tokens), global_tokens)
+
+
+def _check_global_tokens(cu_seqlens: tuple[int, ...], parents: tuple[int, ...], counts: tuple[int, ...]) -> None:
+    continued = [0] * len(parents)
+    for index, (parent, count) in enumerate(zip(parents, counts, strict=True)):
+        if count < 0 or (parent >= 0 and count != counts[parent]):
+            raise ValueError(
+                f"global_tokens must be 0 or more, and the same for all documents of a tree, got {count} for document "
+                f"{index}{f', which continues one with {counts[parent]}' if parent >= 0 else ''}; count them from the "
+                "beginning of the path."
+            )
+        if parent >= 0:
+            continued[parent] += 1
+    shifts = paths_of(cu_seqlens, parents).shifts
+    for index, (number, count, shift) in enumerate(zip(continued, counts, shifts, strict=True)):
+        tokens = cu_seqlens[index + 1] - shift
+        if number > 1 and 0 < count < tokens:
+            raise ValueError(
+                f"global_tokens must include all of a document that several continue, got {count} for document "
+                f"{index}, whose path has {tokens} tokens; give its tree {tokens} or more, or none."
+            )
 
 
 def check_window_size(window_size: tuple[int, ...]) -> None:

@@ -124,6 +124,6 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
 
 def _with_document(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bounds, or a table, with a document at the end, which continues none and is causal."""
-    last = cu_seqlens[..., -1:].clone()  # the last column of a table says so of parents and directions
+    last = cu_seqlens[..., -1:].clone()  # the last column of a table says so
     last[(0,) * last.dim()] += num_tokens
     return torch.cat([cu_seqlens, last], -1)

@@ -24,9 +24,9 @@ def visible(
     """Return the mask of visible pairs from global positions: (queries, keys), bool.
 
     Args:
-        cu_seqlens: bounds of documents, or the three rows of `ringflash.document_table`.
+        cu_seqlens: bounds of documents, or the rows of `ringflash.document_table`.
     """
-    bounds, parents, bidirectional = _rows(cu_seqlens)
+    bounds, parents, bidirectional, global_tokens = _rows(cu_seqlens)
     shift = own = on_path = None
     if bounds:
         stops = torch.tensor(bounds[1:], device=query.device)
@@ -44,21 +44,26 @@ def visible(
         if own is not None:
             seen |= own & torch.tensor(bidirectional, dtype=torch.bool, device=query.device)[documents[0]][:, None]
     if left >= 0:
-        seen &= distance >= -left
+        near = distance >= -left
+        if global_tokens:
+            near |= key[None, :] < torch.tensor(global_tokens, device=query.device)[documents[0]][:, None]
+        seen &= near
     if right >= 0 and not causal:
         seen &= distance <= right
     return seen if on_path is None else seen & on_path
 
 
-def _rows(cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None) -> tuple[list[int], list[int], list[bool]]:
-    """Return bounds, parents and directions of documents."""
+def _rows(
+    cu_seqlens: Sequence[int] | Sequence[Sequence[int]] | None,
+) -> tuple[list[int], list[int], list[bool], list[int]]:
+    """Return bounds, parents, directions and global tokens of documents."""
     if cu_seqlens is None:
-        return [], [], []
+        return [], [], [], []
     if isinstance(cu_seqlens[0], Sequence):
-        bounds, parents, both = (list(row) for row in cu_seqlens)  # type: ignore[arg-type]
-        return bounds, parents[:-1], [bool(x) for x in both[:-1]]
+        bounds, parents, both, counts = (list(row) for row in cu_seqlens)  # type: ignore[arg-type]
+        return bounds, parents[:-1], [bool(x) for x in both[:-1]], counts[:-1]
     count = len(cu_seqlens) - 1
-    return list(cu_seqlens), [-1] * count, [False] * count  # type: ignore[arg-type]
+    return list(cu_seqlens), [-1] * count, [False] * count, [0] * count  # type: ignore[arg-type]
 
 
 def _paths(bounds: list[int], parents: list[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ from torchtitan.protocols.sharding import LocalMapConfig
 from ringflash.torchtitan import trainer
 from ringflash.torchtitan.inner_attention import QKV, RingInnerAttention
 
-__all__ = ["KeepAttentionAC", "RingInnerAttention", "keep_attention", "ring_attention"]
+__all__ = ["keep_attention", "ring_attention"]
 
 trainer.install()
 

@@ -37,7 +37,7 @@ class Settings:
 
     Args:
         bounds: cu_seqlens of packed documents; None is one document.
-        parents, bidirectional: of the documents, as for `ringflash.document_table`.
+        parents, bidirectional, global_tokens: of the documents, as for `ringflash.document_table`.
         window: window of every layer, the query's own key included; None reads the model's configuration.
         causal: False for attention and windows in both directions.
     """
@@ -51,6 +51,7 @@ class Settings:
     causal: bool = True
     parents: list[int] | None = None
     bidirectional: list[bool] | None = None
+    global_tokens: int = 0
 
 
 class Session:
@@ -117,7 +118,9 @@ class Session:
         check_norms(module)
         self.in_fp8 = attends_in_fp8(module)
         self.layout, self.layer_names = training.layout, list(watched_modules(module))
-        self.data = draw_data(vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device, s.parents, s.bidirectional)
+        self.data = draw_data(
+            vocab_size_of(module), s.seqlen, s.bounds, s.seed, s.device, s.parents, s.bidirectional, s.global_tokens
+        )
         self.windows = windows_of(module)
         if s.window is not None:
             self.windows = [s.window] * max(1, len(self.windows))
@@ -229,7 +232,8 @@ class Session:
         every second document; the documents between them must not change.
         """
         documents, reach = self.data.documents, None
-        if self.windows and None not in self.windows:
+        beyond = self.settings.bidirectional and self.settings.global_tokens  # a global token may see later ones
+        if self.windows and None not in self.windows and not beyond:
             reach = 1 + sum(w - 1 for w in self.windows if w is not None)
         if self.settings.causal:
             continued = set(self.settings.parents or ())

@@ -113,6 +113,7 @@ def draw_data(
     device: torch.device,
     parents: list[int] | None = None,
     bidirectional: list[bool] | None = None,
+    global_tokens: int = 0,
 ) -> Data:
     """Draw a sequence of random tokens, in documents; see `ringflash.document_table`."""
     generator = torch.Generator("cpu").manual_seed(seed)
@@ -120,9 +121,9 @@ def draw_data(
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device="cpu")
     labels = token_loss.shift_labels(input_ids, cu_seqlens)
     labels[:, : seqlen // 4] = IGNORE_INDEX
-    if cu_seqlens is not None and not parents is bidirectional is None:
-        relations = (None if x is None else torch.tensor(x, device="cpu") for x in (parents, bidirectional))
-        cu_seqlens = document_table(cu_seqlens, *relations)
+    if cu_seqlens is not None and (global_tokens or not parents is bidirectional is None):
+        above, both = (None if x is None else torch.tensor(x, device="cpu") for x in (parents, bidirectional))
+        cu_seqlens = document_table(cu_seqlens, above, both, global_tokens)
     return Data(input_ids, labels, cu_seqlens)
 
 

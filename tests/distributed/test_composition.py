@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ringflash
-from ringflash.memory import tile_mlps
+from ringflash.memory import Memory, save_memory
 from tests.helpers import dense, ring_check
 from tests.helpers.cases import Case
 from tests.helpers.peer_memory import messages_by_heads
@@ -232,7 +232,7 @@ def test_tiled_mlps_learn_under_fsdp1(ctx: Context, use_orig_params: bool) -> No
     torch.manual_seed(0)
     plain = torch.nn.Sequential(MLP(), MLP())
     tiled = copy.deepcopy(plain)
-    tile_mlps(tiled, 3)
+    save_memory(tiled, Memory(mlp_tile_tokens=3))
     model = FullyShardedDataParallel(
         tiled, ctx.group, auto_wrap_policy=ModuleWrapPolicy({MLP}), use_orig_params=use_orig_params,
         device_id=ctx.device,

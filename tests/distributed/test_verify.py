@@ -199,20 +199,24 @@ def test_dropped_documents_are_named(pool: Pool, plant: str, where: str, why: st
     assert_named(pool, where, why, plant, None, BOUNDS)
 
 
-# Two documents that continue the first one, which is bidirectional in some.
+PARENTS = {"parents": [-1, 0, 0]}
+
+
+# Two documents that continue the first one, which is bidirectional in some; or three with global tokens.
 @pytest.mark.parametrize(
-    ("plant", "kind", "bidirectional", "where", "why"),
+    ("plant", "kind", "settings", "where", "why"),
     [
-        ("right", "mistral_window", None, "", ""),
-        ("right", "llama", [True, False, False], "", ""),
-        ("parents_dropped", None, None, "masks of layers", "0 does not reach 47, inside [0, 48) at"),
-        ("siblings_in_a_chain", None, None, "mask: cp=1", "position 28 reaches 29 at cp=1 and cp=N, outside [28, 29)"),
+        ("right", "mistral_window", PARENTS, "", ""),
+        ("right", "llama", {**PARENTS, "bidirectional": [True, False, False]}, "", ""),
+        ("parents_dropped", None, PARENTS, "masks of layers", "0 does not reach 47, inside [0, 48) at"),
+        ("siblings_in_a_chain", None, PARENTS, "mask: cp=1", "28 reaches 29 at cp=1 and cp=N, outside [28, 29)"),
+        ("right", "mistral_window", {"global_tokens": 2}, "", ""),
+        ("global_tokens_dropped", None, {"global_tokens": 2}, "masks of layers", "does not reach"),
     ],
 )
-def test_documents_that_continue_others(
-    pool: Pool, plant: str, kind: str | None, bidirectional: list[bool] | None, where: str, why: str
+def test_documents_in_a_table(
+    pool: Pool, plant: str, kind: str | None, settings: dict[str, Any], where: str, why: str
 ) -> None:
-    settings = {"parents": [-1, 0, 0], "bidirectional": bidirectional}
     assert_named(pool, where, why, plant, kind, BOUNDS, None, settings)
 
 

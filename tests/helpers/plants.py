@@ -75,14 +75,14 @@ def with_batch(
     return changed(replace_prepare, build)
 
 
-def with_documents(change: Callable[[Tensor], Tensor]) -> Plant:
+def with_documents(change: Callable[[Tensor], Tensor], build: Callable[..., Training] = right) -> Plant:
     """A training whose whole batch is made of other documents, at cp=1 as at cp=N."""
 
     def replace_prepare(training: Training, group: Group) -> None:
         prepare = training.prepare
         training.prepare = lambda ids, *, cu_seqlens, **rest: prepare(ids, cu_seqlens=change(cu_seqlens), **rest)
 
-    return changed(replace_prepare)
+    return changed(replace_prepare, build)
 
 
 class Around(nn.Module):
@@ -218,6 +218,7 @@ bounds_a_token_early = with_batch(
 )
 bounds_but_the_first_dropped = with_batch(lambda batch, _: {"cu_seqlens": batch["cu_seqlens"][[0, 1, -1]]})
 parents_dropped = with_documents(lambda table: table[0])
+global_tokens_dropped = with_documents(lambda table: table[0], partial(right, kind="mistral_window"))
 siblings_in_a_chain = with_documents(  # each document continues the previous one
     lambda table: document_table(table[0], torch.arange(-1, table.shape[1] - 2, dtype=torch.int32))
 )

@@ -94,13 +94,13 @@ def _cu_seqlens(make: Callable[[int], Any], dtype: torch.dtype = torch.int32) ->
     return lambda ctx, arguments: arguments.update(cu_seqlens=torch.tensor(make(ctx.size * LENGTH), dtype=dtype))
 
 
-def _trees(parents: list[int], bidirectional: list[int] | None = None) -> Change:
+def _trees(parents: list[int], bidirectional: list[int] | None = None, global_tokens: int = 0) -> Change:
     """A table of documents of two tokens, the last one up to the end."""
 
     def change(ctx: Context, arguments: dict[str, Any]) -> None:
         bounds = torch.tensor([*range(0, 2 * len(parents), 2), ctx.size * LENGTH], dtype=torch.int32)
         both = None if bidirectional is None else torch.tensor(bidirectional)
-        arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both)
+        arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both, global_tokens)
 
     return change
 
@@ -248,12 +248,22 @@ REFUSALS: dict[str, Refusal] = {
     "parents_not_causal": _wrong(
         "causal must be True with parents", lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a)
     ),
+    "global_tokens_not_causal": _wrong(
+        "causal must be True with parents, bidirectional documents or global tokens",
+        lambda c, a: a.update(causal=False) or _trees([-1, -1], global_tokens=1)(c, a),
+    ),
+    "global_tokens_before_branches": _wrong(
+        "global_tokens must include all of a document that several continue, got 1", _trees([-1, 0, 0], global_tokens=1)
+    ),
+    "ranks_differ_in_global_tokens": _wrong(
+        SAME + "cu_seqlens 3 bounds in a table, checksum", lambda c, a: _trees([-1, -1], global_tokens=1 + c.rank)(c, a)
+    ),
     "bidirectional_right_window": _wrong(
         r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
         lambda c, a: a.update(window_size=(3, 2)) or _trees([-1, 0], [1, 0])(c, a),
     ),
     "ranks_differ_in_parents": _wrong(
-        SAME + "cu_seqlens 4 bounds with parents, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
+        SAME + "cu_seqlens 4 bounds in a table, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
     ),
     "ranks_differ_in_directions": _wrong(SAME + "cu_seqlens", lambda c, a: _trees([-1, 0], [c.rank > 0, False])(c, a)),
     "one_rank_parents": _wrong("depth first", _last_rank(_trees([-1, 0, 0, 1]))),

@@ -30,7 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed import ProcessGroup
 
 import ringflash
-from ringflash.megatron import RingCoreAttention, core_attention, with_ring
+from ringflash.megatron import core_attention, with_ring
+from ringflash.megatron.core_attention import RingCoreAttention
 from ringflash.megatron.layer_spec import RingLayer
 
 ROOT = Path(__file__).parents[2]

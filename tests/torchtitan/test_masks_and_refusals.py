@@ -167,7 +167,8 @@ def test_configurations_that_are_refused(differs: dict[str, Any], match: str) ->
 def test_options_reach_the_module() -> None:
     from torchtitan.models.common.attention import FlexAttention
 
-    from ringflash.torchtitan import RingInnerAttention, ring_attention
+    from ringflash.torchtitan import ring_attention
+    from ringflash.torchtitan.inner_attention import RingInnerAttention
 
     assert ring_attention(FlexAttention.Config(), impl="reference").build().options["impl"] == "reference"
     with pytest.raises(ValueError, match="causal"):

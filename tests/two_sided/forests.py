@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Documents of given lengths, parents and directions, and a window along the path."""
+    """Documents of given lengths, parents, directions and global tokens, and a window along the path."""
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
     bidirectional: tuple[bool, ...]
     left: int = -1
+    global_tokens: tuple[int, ...] | None = None
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
@@ -27,7 +28,8 @@ class Forest:
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Rows of `table`."""
-        return self.cu_seqlens, (*self.parents, -1), (*map(int, self.bidirectional), 0)
+        counts = self.global_tokens or (0,) * len(self.lengths)
+        return self.cu_seqlens, (*self.parents, -1), (*map(int, self.bidirectional), 0), (*counts, 0)
 
     @property
     def seqlen(self) -> int:
@@ -41,6 +43,7 @@ class Forest:
             torch.tensor(self.cu_seqlens, dtype=torch.int32),
             torch.tensor(self.parents, dtype=torch.int32),
             torch.tensor(self.bidirectional),
+            None if self.global_tokens is None else torch.tensor(self.global_tokens),
         )
 
     def positions(self) -> torch.Tensor:
@@ -65,12 +68,15 @@ class Forest:
         both = torch.tensor(self.bidirectional)[document][:, None]
         seen = ancestor[document[:, None], document[None]] | (own & (both | (index[None] <= index[:, None])))
         if self.left >= 0:
-            seen &= position[None] >= position[:, None] - self.left
+            near = position[None] >= position[:, None] - self.left
+            if self.global_tokens is not None:
+                near |= position[None] < torch.tensor(self.global_tokens)[document][:, None]
+            seen &= near
         return seen
 
 
 def random_forest(seed: int, seqlen: int, *, window: bool | None = None, count: int | None = None) -> Forest:
-    """Trees of random shape, depth first; some documents bidirectional; sometimes a window."""
+    """Trees of random shape, depth first; some documents bidirectional; sometimes a window, and global tokens."""
     rng = random.Random(seed)
     count = count or rng.randint(1, max(1, min(12, seqlen // 2)))
     cuts = sorted(rng.sample(range(1, seqlen), count - 1))
@@ -84,7 +90,22 @@ def random_forest(seed: int, seqlen: int, *, window: bool | None = None, count: 
         path.append(i)
     both = [rng.random() < 0.25 for _ in range(count)]
     has_window = rng.random() < 0.4 if window is None else window
-    return Forest(tuple(lengths), tuple(parents), tuple(both), rng.randint(0, seqlen // 2) if has_window else -1)
+    forest = Forest(tuple(lengths), tuple(parents), tuple(both), rng.randint(0, seqlen // 2) if has_window else -1)
+    return with_global_tokens(forest, rng) if rng.random() < 0.5 else forest
+
+
+def with_global_tokens(forest: Forest, rng: random.Random) -> Forest:
+    """Return the forest with global tokens in some trees: up to the last branch, and a few more."""
+    begins, roots = [], []
+    for index, parent in enumerate(forest.parents):
+        begins.append(0 if parent < 0 else begins[parent] + forest.lengths[parent])
+        roots.append(index if parent < 0 else roots[parent])
+    branches = [i for i in range(len(roots)) if forest.parents.count(i) > 1]
+    counts = {}
+    for root in dict.fromkeys(roots):
+        least = max((begins[i] + forest.lengths[i] for i in branches if roots[i] == root), default=0)
+        counts[root] = rng.choice((0, least + rng.randint(0, 20)))
+    return replace(forest, global_tokens=tuple(counts[root] for root in roots))
 
 
 def rollouts(prompt: int, answers: list[int]) -> Forest:
@@ -117,6 +138,10 @@ TREES = {
     ),
     "spans": Forest((24, 10, 16, 3, 16, 12, 20, 5), (-1, 0, 1, 2, 3, 4, -1, 6), (True, False) * 4),
     "diffusion": block_diffusion(5, 8),
+    "global tokens": Forest(
+        (30, 17, 40, 20, 8), (-1, -1, 1, 2, -1), (False, False, True, False, False), global_tokens=(3, 5, 5, 5, 0)
+    ),
+    "global prompts": replace(rollouts(20, [9, 14, 5]), global_tokens=(24,) * 4),
 }
 
 
@@ -125,4 +150,5 @@ def of_lengths(forest: Forest, seqlen: int) -> Forest:
     count = len(forest.lengths)
     cuts = [0, *(round(bound * (seqlen - count) / forest.seqlen) for bound in forest.cu_seqlens[1:])]
     lengths = tuple(b - a + 1 for a, b in zip(cuts, cuts[1:], strict=False))
-    return Forest(lengths, forest.parents, forest.bidirectional, forest.left)
+    counts = forest.global_tokens and tuple(x and -(-x * seqlen // forest.seqlen) + 1 for x in forest.global_tokens)
+    return Forest(lengths, forest.parents, forest.bidirectional, forest.left, counts)

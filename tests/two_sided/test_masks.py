@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,8 @@ FAMILIES = {
     "images": images([(10, 16), (3, 16), (12, 16), (7, 16)]),
     "images, window": images([(10, 16), (3, 16), (12, 16), (7, 16)], left=20),
     "block diffusion": block_diffusion(6, 8),
+    "window, global tokens": Forest((50, 30, 16), (-1, -1, 1), (False,) * 3, left=11, global_tokens=(4, 7, 7)),
+    "window, global prompts": replace(rollouts(25, [30, 24, 17]), left=9, global_tokens=(27,) * 4),
 }
 
 
@@ -112,6 +116,8 @@ def test_which_families_are_one_sided() -> None:
         "images": False,
         "images, window": False,
         "block diffusion": True,
+        "window, global tokens": True,
+        "window, global prompts": True,
     }
 
 
@@ -121,6 +127,13 @@ def test_refusals() -> None:
             SequenceMask(8, cu_seqlens=tuple(range(len(parents))) + (8,), parents=parents)
     with pytest.raises(ValueError, match="one entry for each document"):
         SequenceMask(8, cu_seqlens=(0, 8), parents=(-1, 0))
+    for counts, why in (
+        ((2, 2, 2), "must include all of a document that several continue, got 2 for document 0, whose path has 3"),
+        ((3, 3, 0), "must be 0 or more, and the same .* got 0 for document 2, which continues one with 3"),
+        ((-1, -1, -1), "must be 0 or more, .* got -1"),
+    ):
+        with pytest.raises(ValueError, match=f"global_tokens {why}"):
+            SequenceMask(8, cu_seqlens=(0, 3, 5, 8), parents=(-1, 0, 0), global_tokens=counts)
 
 
 def test_a_chain_is_placed_as_one_document() -> None:

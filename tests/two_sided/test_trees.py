@@ -60,7 +60,7 @@ def test_packing_by_hand() -> None:
     packed = ringflash.share_prefixes([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]])
     assert packed.input_ids.tolist() == [[1, 2, 3, 4, 7, 8, 9, 4, 5, 6]]
     assert packed.labels.tolist() == [[2, 3, 4, 7, 8, 9, -100, 5, 6, -100]]
-    assert packed.cu_seqlens.tolist() == [[0, 3, 7, 10], [-1, 0, 0, -1], [0, 0, 0, 0]]
+    assert packed.cu_seqlens.tolist() == [[0, 3, 7, 10], [-1, 0, 0, -1], [0] * 4, [0] * 4]
     assert [x.tolist() for x in packed.unpack(torch.arange(12)[None])] == [[0, 1, 2, 7, 8], [0, 1, 2, 3, 4, 5]]
     within = ringflash.share_prefixes([[1, 2, 3], [1, 2, 3, 4], [1, 2, 3]])
     assert within.input_ids.tolist() == [[1, 2, 3, 4]] and [len(x) for x in within.rows] == [2, 3, 2]
@@ -104,7 +104,7 @@ def test_tables_without_spans() -> None:
     """Made once for a table, and again after a change in place; also in inference mode, which counts no changes."""
     table = ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))
     causal = without_directions(table)
-    assert causal.tolist() == [[0, 1, 3, 4], [-1, 0, 1, -1], [0] * 4] and without_directions(table) is causal
+    assert causal.tolist() == [[0, 1, 3, 4], [-1, 0, 1, -1], [0] * 4, [0] * 4] and without_directions(table) is causal
     table[0, 1] = 2
     assert without_directions(table)[0].tolist() == [0, 2, 3, 4]
     with torch.inference_mode():

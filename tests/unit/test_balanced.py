@@ -73,6 +73,16 @@ def test_work_is_equal_and_few_documents_are_cut(cp_size: int, longest: float) -
         assert len(cuts) <= 8 * (cp_size - 1)  # a part of a document is two segments
 
 
+@pytest.mark.parametrize("cp_size", [2, 8, 64])
+def test_work_is_equal_under_a_window_with_global_tokens(cp_size: int) -> None:
+    """Within 2%, for documents of 16 windows and more; the order of `balanced` does not know windows."""
+    bounds = pack(0, cp_size * TOKENS, TOKENS // 2, 4 * TOKENS)
+    mask = SequenceMask(bounds[-1], True, (127, -1), bounds, global_tokens=(8,) * (len(bounds) - 1))
+    for layout in ("balanced", "zigzag"):
+        counts = [plan_single_block(mask, cp_size, rank, layout).mask.num_visible for rank in range(cp_size)]
+        assert sum(counts) == mask.num_visible >= 0.98 * cp_size * max(counts)
+
+
 def test_extremes() -> None:
     """One document is a zigzag; equal ones of a rank's size stay whole; one long one leaves room for many short."""
     one = [ringflash.local_positions(64, 4, rank, "balanced", torch.tensor([0, 64])) for rank in range(4)]

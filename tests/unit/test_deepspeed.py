@@ -20,8 +20,9 @@ from recipes.deepspeed.strategy import (
     _check_precision,
     _num_ranks_error,
 )
-from ringflash.deepspeed import check, context_mesh, initialize
+from ringflash.deepspeed import context_mesh, initialize
 from ringflash.deepspeed.engine import _signature
+from ringflash.deepspeed.refusals import check
 
 
 @pytest.mark.parametrize(

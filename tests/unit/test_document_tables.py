@@ -9,6 +9,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ LENGTH = models.LENGTH
 CHAIN = images([(5, 4), (3, 2), (6, 4)])  # text and spans
 TREE = rollouts(7, [8, 3, 6])
 PLAIN = Forest((7, 1, 16), (-1,) * 3, (False,) * 3)
-FORESTS = {"chain": CHAIN, "tree": TREE, "plain": PLAIN}
+GLOBAL = Forest(PLAIN.lengths, PLAIN.parents, PLAIN.bidirectional, left=4, global_tokens=(2,) * 3)
+FORESTS = {"chain": CHAIN, "tree": TREE, "plain": PLAIN, "global tokens": GLOBAL}
 BRANCHES = "documents that branch"
 
 
@@ -45,15 +47,17 @@ def refused(forest: Forest, text: str = "plain documents", kind: type = NotImple
 
 def check_attention(forest: Forest) -> None:
     q, k, v, dout = (torch.randn(1, LENGTH, 2, 16, dtype=torch.float64) for _ in range(4))
-    want = dense.attention(q, k, v, dout, causal=True, cu_seqlens=forest.rows)
-    assert torch.equal(
-        dense.visible(*2 * [torch.arange(LENGTH)], causal=True, cu_seqlens=forest.rows), forest.visible()
-    )
-    by_module = ringflash.RingAttention(None)(q, k, v, forest.table)
-    for out in (ringflash.ring_attention(q, k, v, group=None, cu_seqlens=forest.table), by_module):
+    window = {"window_size": (forest.left, -1)}
+    want = dense.attention(q, k, v, dout, causal=True, cu_seqlens=forest.rows, **window)
+    positions = torch.arange(LENGTH)
+    seen = dense.visible(positions, positions, causal=True, cu_seqlens=forest.rows, **window)
+    assert torch.equal(seen, forest.visible())
+    by_module = ringflash.RingAttention(None, **window)(q, k, v, forest.table)
+    for out in (ringflash.ring_attention(q, k, v, group=None, cu_seqlens=forest.table, **window), by_module):
         assert (out - want["out"]).abs().max() < 1e-12
-    found = ringflash.explain(q, k, v, group=None, cu_seqlens=forest.table)
-    plan = plan_call(CallInputs(q, k, v, forest.table, CallOptions(None, softmax_scale=1.0)))
+    found = ringflash.explain(q, k, v, group=None, cu_seqlens=forest.table, **window)
+    options = CallOptions(None, softmax_scale=1.0, window_left=forest.left)
+    plan = plan_call(CallInputs(q, k, v, forest.table, options))
     assert found.num_visible == plan.mask.num_visible == forest.visible().sum()
 
 
@@ -72,7 +76,9 @@ def check_layouts(forest: Forest) -> None:
 def check_padding(forest: Forest) -> None:
     found = ringflash.pad_sequence(models.tokens(), cu_seqlens=forest.table, cp_size=7)
     lengths, parents, both = forest.lengths, forest.parents, forest.bidirectional
-    assert torch.equal(found.cu_seqlens, Forest((*lengths, 4), (*parents, -1), (*both, False)).table)
+    counts = forest.global_tokens and (*forest.global_tokens, 0)
+    padded = Forest((*lengths, 4), (*parents, -1), (*both, False), global_tokens=counts)
+    assert torch.equal(found.cu_seqlens, padded.table)
 
 
 def check_labels(forest: Forest) -> None:
@@ -135,7 +141,8 @@ def check_padded_batch(forest: Forest) -> None:
 
 
 def check_model(forest: Forest) -> None:
-    ring, plain, tokens = models.build(), models.build(impl="sdpa"), models.tokens()
+    kind = "mistral_window" if forest is GLOBAL else "llama"  # with the window of the forest
+    ring, plain, tokens = models.build(kind), models.build(kind, "sdpa"), models.tokens()
     huggingface.set_group(ring, None)
     batch = batch_of(forest)
     want = plain(
@@ -160,8 +167,8 @@ def check_log_probs(forest: Forest) -> None:
 
 def check_flops(forest: Forest) -> None:
     found = training_flops(MatmulSizes(0, 1), [None, 3], read_documents(forest.table))
-    near = Forest(forest.lengths, forest.parents, forest.bidirectional, left=3)
-    assert found == 12 * (forest.visible().sum() + near.visible().sum())
+    far, near = (replace(forest, left=left).visible().sum() for left in (-1, 3))
+    assert found == 12 * (far + near)
     with refused(forest):
         training_flops(MatmulSizes(0, 1), [ChunkedAttention(4)], read_documents(forest.table))
 
@@ -203,11 +210,15 @@ def test_a_table(forest: Forest, check: Callable[[Forest], None]) -> None:
 
 
 def test_no_other_shape() -> None:
-    for shape in ((), (2, 4), (4, 4), (1, 3, 4)):
+    for shape in ((), (2, 4), (3, 4), (1, 4, 4)):
         with pytest.raises(ValueError, match="must be 1-D int32, or a table"):
             loss.shift_labels(models.tokens(), torch.zeros(shape, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"parents must have one entry for each document of cu_seqlens \(2,\)"):
         ringflash.document_table(torch.tensor([0, 3, 5]), torch.tensor([-1]))
+    of_all, of_each = (
+        ringflash.document_table(torch.tensor([0, 3, 5]), None, None, x) for x in (2, torch.tensor([2, 2]))
+    )
+    assert torch.equal(of_all, of_each)
 
 
 USED_ABOVE = {

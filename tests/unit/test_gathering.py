@@ -30,7 +30,9 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     """Every cut of a chunk is at a multiple of the keys of a record, and no visible key is left out."""
     mask, cp_size, layout = problem
     bounds = None if mask.cu_seqlens is None else tuple(16 * bound for bound in mask.cu_seqlens)
-    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds, mask.parents, mask.bidirectional)
+    counts = mask.global_tokens and tuple(16 * count for count in mask.global_tokens)
+    relations = mask.parents, mask.bidirectional, counts
+    mask = SequenceMask(16 * mask.seqlen, mask.causal, mask.window_size, bounds, *relations)
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_single_block(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from ringflash import huggingface
 from ringflash.huggingface.weights import draw_weights
 from ringflash.lightning.module import empty_model
-from ringflash.memory import Memory, layers, save_memory, tile_mlps, tiles, use_liger
+from ringflash.memory import Memory, layers, save_memory, tiles
 from ringflash_kernels import reference
 from tests.helpers.recipe_model import build_model
 
@@ -338,7 +338,7 @@ def test_tiles_refuse_tensors_that_are_lent() -> None:
             torch.func.functional_call(mlp, lent, x[:, :5]), torch.func.functional_call(mlp, lent, x)[:, :5]
         )
     with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
-        tile_mlps(mlp, 5)
+        save_memory(mlp, Memory(mlp_tile_tokens=5))
 
 
 def test_copies_and_names_stay_whole() -> None:
@@ -355,7 +355,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="mlp_tile_tokens must be positive, got -1"):
         model_with(Memory(mlp_tile_tokens=-1))
     with pytest.raises(NotImplementedError, match="model must have MLPs with gate_proj"):
-        tile_mlps(nn.Linear(2, 2), 8)
+        save_memory(nn.Linear(2, 2), Memory(mlp_tile_tokens=8))
     with pytest.raises(NotImplementedError, match="GradientCheckpointingLayer, got none in Linear"):
         save_memory(nn.Linear(2, 2), Memory("full"))
 
@@ -388,8 +388,8 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = nn.Module()
     model.config = types.SimpleNamespace(model_type="llama")
-    use_liger(model)
-    save_memory(model, Memory(liger="auto"))
+    for choice in (True, "auto"):
+        save_memory(model, Memory(liger=choice))  # type: ignore[arg-type]
     assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})] * 2
     model.config.model_type = "broken"
     for choice in (True, "auto"):
@@ -397,7 +397,7 @@ def test_liger_replaces_layers_and_not_the_loss(monkeypatch: pytest.MonkeyPatch)
             save_memory(model, Memory(liger=choice))  # type: ignore[arg-type]
     model.config.model_type = "unheard-of"
     with pytest.raises(NotImplementedError, match="model_type must be one that Liger knows, got 'unheard-of'"):
-        use_liger(model)
+        save_memory(model, Memory(liger=True))
 
 
 def test_liger_leaves_the_family_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,8 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 
 OPTIONS = (-1, -1, "zigzag", "reference", "auto", False)  # window, layout, ... , deterministic
 
+TABLE = (0, 5, 9, 16), (-1, 0, 0, -1), (0, 1, 0, 0), (6, 6, 6, 0)
+
 
 def draw(requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of 16 tokens, 4 and 2 heads, fp64."""
@@ -58,7 +60,7 @@ def test_process_that_has_not_joined_is_warned(size: str, monkeypatch: pytest.Mo
     [
         None,
         torch.tensor([0, 5, 16], dtype=torch.int32),
-        torch.tensor([[0, 5, 9, 16], [-1, 0, 0, -1], [0, 1, 0, 0]], dtype=torch.int32),
+        torch.tensor(TABLE, dtype=torch.int32),
     ],
     ids=["one", "packed", "table"],
 )
@@ -276,7 +278,7 @@ def test_no_gradient_is_made_for_an_unused_output() -> None:
     assert backward.call_args.args[2:] == (None, None, None)
 
 
-@pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16), ((0, 5, 9, 16), (-1, 0, 0, -1), (0, 1, 0, 0))])
+@pytest.mark.parametrize("cu_seqlens", [None, (0, 16), (0, 1, 9, 16), TABLE])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: str) -> None:
     q, k, v = draw()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import dense
+from tests.two_sided.forests import Forest, with_global_tokens
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +44,13 @@ def problems(
     window = draw(side), draw(side)
     if bounds is not None and len(bounds) > 2 and draw(st.booleans()):
         parents, both = draw(trees(len(bounds) - 1))
-        return SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both), cp_size, layout
+        forest = Forest(tuple(b - a for a, b in pairwise(bounds)), parents, both)
+        counts = with_global_tokens(forest, draw(st.randoms())).global_tokens if draw(st.booleans()) else None
+        return (
+            SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both, counts),
+            cp_size,
+            layout,
+        )
     return SequenceMask(seqlen, draw(st.booleans()), window, bounds), cp_size, layout
 
 
