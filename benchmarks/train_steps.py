@@ -46,7 +46,7 @@ from ringflash import huggingface  # noqa: E402
 from ringflash.comm.transport import buffers  # noqa: E402
 from ringflash.commands.plan.command import make_plan, visible_fraction  # noqa: E402
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Precision, TrainingJob  # noqa: E402
-from ringflash.commands.plan.read import model_of  # noqa: E402
+from ringflash.commands.plan.model_shape import model_of  # noqa: E402
 from ringflash.huggingface.flops import peak_tflops  # noqa: E402
 from ringflash.lightning import CausalLM  # noqa: E402
 from ringflash.lightning.data import Batch, Loader, SequenceData  # noqa: E402

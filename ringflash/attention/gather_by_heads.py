@@ -6,15 +6,12 @@
     begin   (backward) row sums of dO and O, zeros for dQ
     end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     gradients return to the owners, who add them up; dQ is cast
 
-A *section* is some KV heads with the query heads that share them. A rank gathers the keys that it sees in the order of
-their positions, so that each section is one launch, as on one device: no state passes from hop to hop. The first
-section is small, since no kernel hides its pull. The last section of a backward is small, since no kernel hides the
-return of its gradients. Long sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its
-K/V fit into one area, gradients return in batches of several sections, so that NVLink can fall idle in between.
-Over many ranks, or if all keys of a section need too much memory, keys are gathered in *blocks* as well: the shards of
-some ranks, the rank's own first. A *unit* is a section over a block; a section carries its state from block to block.
-docs/decisions/0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; and
-0011-blocks-of-keys.md when there are several blocks.
+Sections, blocks and units are defined in README.md. A rank gathers the keys that it sees in the order of their positions,
+so that each section is one launch, as on one device: no state passes from hop to hop. The first section is small, since
+no kernel hides its pull; so is the last one of a backward, since no kernel hides the return of its gradients. Long
+sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its K/V fit into one area, gradients
+return in batches of several sections, so that NVLink can fall idle in between. docs/decisions/0005-copy-engine.md says
+what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; 0011-blocks-of-keys.md when there are several blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ringflash.attention import sections
-from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitWork
+from ringflash.attention.gather_units import BackwardUnits, ForwardUnits, GatherCall, UnitKernels
 from ringflash.attention.gathered_buffers import GatheredKV
 from ringflash.attention.gradient_return import GradientReturn
 from ringflash.attention.inputs import BackwardInputs, KVShape
@@ -118,7 +115,7 @@ class HeadGather(GatherCall):
             with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
                 return tape.repeat(memory, tensors, self.number, watched)
 
-    def _run(self, work: UnitWork, k: Tensor, v: Tensor) -> None:
+    def _run(self, work: UnitKernels, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
         masks, device = [block.mask for block in self.blocks], work.gathered.device
         key = (
@@ -141,7 +138,7 @@ class HeadGather(GatherCall):
 
 
 def run_units(
-    work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+    work: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
 ) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
@@ -154,21 +151,21 @@ def run_units(
         in_order: start a unit only after the previous one has ended.
     """
     units, last = work.sizes.units, len(work.sizes.units) - 1
-    run = UnitRun(work, start, arrived, watched, in_order)
+    pipeline = UnitPipeline(work, start, arrived, watched, in_order)
     for index, unit in enumerate(units):
-        needed = run.prerequisites(index, unit)
+        needed = pipeline.prerequisites(index, unit)
         if index == last:  # before the last kernel, which may leave no SM to the barrier
             pulled = work.gathered.all_pulled(work.call.number)
-        run.compute(index, unit, needed)
+        pipeline.compute(index, unit, needed)
         if unit.transfer is not None:
-            run.pull_next()
+            pipeline.pull_next()
             if isinstance(work, BackwardUnits):
-                run.return_gradients(work, index, unit)
-    run.join(pulled)
+                pipeline.return_gradients(work, index, unit)
+    pipeline.join(pulled)
 
 
-class UnitRun:
-    """Work of one call in its lanes, and the markers that order it.
+class UnitPipeline:
+    """Work of one pass in its lanes, and the markers that order it.
 
     Lanes "even" and "odd" have the kernels of every second section, "pull" the K/V, and in a backward "begin" and
     "end" the small kernels before and after those of a unit. These are urgent; they would otherwise queue behind all
@@ -186,7 +183,7 @@ class UnitRun:
     """
 
     def __init__(
-        self, work: UnitWork, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+        self, work: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
     ) -> None:
         self.work, self.gathered, self.memory, self.watched = work, work.gathered, work.call.memory, watched
         self.start, self.arrived, self.in_order = start, arrived, in_order

@@ -1,4 +1,4 @@
-"""Kernels of a call that gathers K/V by heads: the work of each unit, a section over a block of keys.
+"""Kernels of a call that gathers K/V by heads, by unit: a section of heads over a block of keys.
 
 `gather_by_heads` says in which order, in which lane and after what they are launched.
 """
@@ -49,12 +49,12 @@ class GatherCall:
     queries_arrived: tuple[Marker, ...] = ()
 
 
-class UnitWork:
-    """Work of one call, by unit.
+class UnitKernels:
+    """Kernels of one pass, by unit.
 
     Args:
-        call: the call.
-        gathered: its K/V.
+        call: the call of the pass.
+        gathered: K/V of the pass.
         q: (batch, seqlen_local, num_heads, head_dim).
     Attributes:
         seen: indices of the blocks that hold a key which this rank sees; only their units have a kernel.
@@ -88,8 +88,8 @@ class UnitWork:
         raise NotImplementedError
 
 
-class ForwardUnits(UnitWork):
-    """Work of one forward: each section writes its heads of `out` and `lse`.
+class ForwardUnits(UnitKernels):
+    """Kernels of one forward: each section writes its heads of `out` and `lse`.
 
     Between the blocks of a section the output is carried in fp32 (fp64 for fp64).
     """
@@ -145,8 +145,8 @@ class ForwardUnits(UnitWork):
         ]
 
 
-class BackwardUnits(UnitWork):
-    """Work of one backward: each section writes its heads of `grads`, which are dq, dk and dv."""
+class BackwardUnits(UnitKernels):
+    """Kernels of one backward: each section writes its heads of `grads`, which are dq, dk and dv."""
 
     pass_name = "backward"
 

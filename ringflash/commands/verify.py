@@ -21,7 +21,7 @@ from ringflash.sequence.layout import check_seqlen
 from ringflash.sequence.mask import SequenceMask
 from ringflash.verify.report import Report, print_report, to_json
 from ringflash.verify.session import Session, Settings
-from ringflash.verify.subject import Factory, load
+from ringflash.verify.target import Factory, load
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TIMEOUT = timedelta(minutes=30)  # the other ranks wait while rank 0 computes the whole sequence

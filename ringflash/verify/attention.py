@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ringflash.comm.comparison import gather_values
 from ringflash.testing.ring import measure_ring
 from ringflash.verify.compare import Check
-from ringflash.verify.subject import Data
+from ringflash.verify.target import Data
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 64
 

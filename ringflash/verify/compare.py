@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringflash.verify.observe import Observation
+from ringflash.verify.observation import Observation
 
 Extent = tuple[float, float]  # maximum and mean
 Errors = dict[tuple[str, str, int], Extent]  # by check, name and chunk

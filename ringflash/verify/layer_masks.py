@@ -20,8 +20,8 @@ from ringflash.huggingface.validation import attention_modules, layer_type
 from ringflash.sequence.layout import shard_sequence
 from ringflash.verify.capture import gather_whole, plain_name, tensor_of
 from ringflash.verify.compare import Check
-from ringflash.verify.observe import Tensors
-from ringflash.verify.subject import Data
+from ringflash.verify.observation import Tensors
+from ringflash.verify.target import Data
 
 NAME = "masks of layers"
 _MIN_CHANGE = 1e-12  # relative to the largest value, in fp64

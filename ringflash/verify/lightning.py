@@ -20,7 +20,7 @@ from ringflash import huggingface
 from ringflash.lightning.sharding import SequenceSharding
 from ringflash.lightning.strategy import ContextParallelStrategy
 from ringflash.verify.capture import Capture, plain_name
-from ringflash.verify.observe import (
+from ringflash.verify.observation import (
     Observation,
     Tensors,
     assign,
@@ -34,7 +34,7 @@ from ringflash.verify.observe import (
 )
 from ringflash.verify.probe import MakeReader
 from ringflash.verify.session import Session
-from ringflash.verify.subject import Data, Training, default_prepare
+from ringflash.verify.target import Data, Training, default_prepare
 
 _PRECISION: dict[torch.dtype, Any] = {torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 

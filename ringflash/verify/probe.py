@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ringflash.sequence.layout import shard_sequence
 from ringflash.verify.capture import Capture, gather_whole, tensor_of, watched_modules
-from ringflash.verify.observe import Tensors, prepare_batch
-from ringflash.verify.subject import Data, Training
+from ringflash.verify.observation import Tensors, prepare_batch
+from ringflash.verify.target import Data, Training
 
 
 class ForwardReader(Protocol):

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import torch
 
 from ringflash.verify.compare import ROUNDED, Check
-from ringflash.verify.observe import Observation, Tensors
+from ringflash.verify.observation import Observation, Tensors
 
 MOST_BASELINES = 33
 _MOST = 1000.0  # error over the budget of one baseline: right models had up to 17, planted mistakes over 2,000

@@ -19,11 +19,11 @@ from ringflash.verify.capture import HIDDEN, watched_modules
 from ringflash.verify.compare import LAYERS, MASK, Check, Runs, check_beside_exact, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain
 from ringflash.verify.layer_masks import LayerMasks, ReachReader, declared_masks, ranges_of
-from ringflash.verify.observe import Observation, Tensors, attends_in_fp8, build, observe
+from ringflash.verify.observation import Observation, Tensors, attends_in_fp8, build, observe
 from ringflash.verify.probe import MakeReader, OutputReader, Touch, changed_positions, read_forward, replace_tokens
 from ringflash.verify.report import Report
 from ringflash.verify.rounding import MOST_BASELINES, may_be_rounding, round_again, rounding_hint, step_from
-from ringflash.verify.subject import Data, Factory, Training, draw_data, vocab_size_of, windows_of
+from ringflash.verify.target import Data, Factory, Training, draw_data, vocab_size_of, windows_of
 from ringflash.wrap.wrapper import check_norms
 from ringflash_kernels.api import keys_in_pieces
 

@@ -20,7 +20,7 @@ from ringflash import huggingface
 from ringflash.attention import sections
 from ringflash.comm import agreement, call_numbers, call_order
 from ringflash.comm.call_order import CallOrder
-from ringflash.comm.transport import opening
+from ringflash.comm.transport import registry
 from tests.helpers import models, peer_memory
 from tests.helpers import own_models as own
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
@@ -30,7 +30,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def forget() -> None:
-    opening._open.clear()
+    registry._open.clear()
     for notes in (call_numbers._of_groups, agreement._interrupted, agreement._compared):
         notes.clear()
 

@@ -23,7 +23,7 @@ import ringflash
 from ringflash.attention import schedule, sections
 from ringflash.attention.sections import GatherSizes, Sections
 from ringflash.comm import call_numbers
-from ringflash.comm.transport import opening
+from ringflash.comm.transport import registry
 from ringflash.sequence.mask import SequenceMask
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases, narrow_cases, single_cases
@@ -189,7 +189,7 @@ def test_memory_of_a_destroyed_group_is_freed(ctx: Context) -> None:
         for chunk in (6, 3, 1):
             group = dist.new_group(list(range(ctx.size)))
             ring_check.check(ctx._replace(group=group), case, chunk)
-            held.append(sum(memory.num_bytes() for memory in opening._open_areas()))
+            held.append(sum(memory.num_bytes() for memory in registry._open_areas()))
             dist.destroy_process_group(group)
     assert held[0] > held[1] > held[2] > 0
 
@@ -259,7 +259,7 @@ def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
             raise MemoryError("no memory left")
         return run_in_lane(self, lane, *args, **options)
 
-    opening._open.clear()
+    registry._open.clear()
     schedule.plan_single_block.cache_clear()
     with copy_engine(), one_head_a_section():
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
@@ -270,7 +270,7 @@ def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
         mask = schedule.plan_single_block(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         assert not any(way in key for key in mask._cache if isinstance(key, tuple))
         ring_check.check(ctx, Case(causal=False), 6)
-    opening._open.clear()
+    registry._open.clear()
 
 
 def explanation(ctx: Context) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from ringflash.verify.attention import attention_checks
 from ringflash.verify.session import Session, Settings
-from ringflash.verify.subject import draw_data, load
+from ringflash.verify.target import draw_data, load
 from tests.helpers import plants
 from tests.helpers.models import TINY, build
 

@@ -176,7 +176,7 @@ def copy_engine() -> Iterator[None]:
     try:
         with (
             mock.patch("ringflash.attention.plan.choose_transport", lambda *_: "copy_engine"),
-            mock.patch("ringflash.comm.transport.opening._create_transport", lambda _, group: SharedMemory(group)),
+            mock.patch("ringflash.comm.transport.registry._create_transport", lambda _, group: SharedMemory(group)),
         ):
             yield
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from ringflash.commands.plan import read
 
-Read = tuple[read.ReadShape, list[Any]]
+Read = tuple[read.ModelShape, list[Any]]
 
 
 @cache

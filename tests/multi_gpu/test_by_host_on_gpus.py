@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringflash
 from ringflash.comm.group import Host
-from ringflash.comm.transport import copy_engine, opening
+from ringflash.comm.transport import copy_engine, registry
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -40,13 +40,13 @@ CASES = [
 @contextmanager
 def heads_over(name: str) -> Iterator[None]:
     """Heads travel over the copy engine, or by messages since GPUs are out of reach; checked at the end."""
-    with mock.patch.dict(opening._open, clear=True):
+    with mock.patch.dict(registry._open, clear=True):
         if name == "copy_engine":
             yield
         else:
             with out_of_reach():
                 yield
-        used = {opening.transport_name(both[1]) for key, both in opening._open.items() if "heads in" in key[0]}
+        used = {registry.transport_name(both[1]) for key, both in registry._open.items() if "heads in" in key[0]}
         assert used <= {name if torch.cuda.is_available() else "gloo"}
 
 

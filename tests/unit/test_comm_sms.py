@@ -15,7 +15,7 @@ import ringflash
 from ringflash.attention import gather_units
 from ringflash.attention.gather_units import ForwardUnits, GatherCall
 from ringflash.attention.sections import Unit
-from ringflash.comm.transport import Message, PointToPoint, opening, point_to_point
+from ringflash.comm.transport import Message, PointToPoint, point_to_point, registry
 from ringflash.comm.transport.point_to_point import check_capture, comm_sms
 
 
@@ -75,13 +75,13 @@ def test_capture_with_expandable_segments(
 def test_captured_call_reads_the_allocator_once(monkeypatch: pytest.MonkeyPatch) -> None:
     group, looked = mock.Mock(group_name="0"), mock.Mock()
     with (
-        mock.patch.object(opening, "_open", {}),
+        mock.patch.object(registry, "_open", {}),
         mock.patch.object(PointToPoint, "__init__", lambda self, name, group: setattr(self, "_channel", mock.Mock())),
         mock.patch.object(point_to_point, "capturing", lambda _: True),
         mock.patch.object(point_to_point, "check_capture", looked),
     ):
         for _ in range(2):
-            channel = opening.open_transport("nccl", group)
+            channel = registry.open_transport("nccl", group)
             channel.name, channel.rank = "nccl", 0
             for part in (channel, channel.among((0, 1))):
                 part.post([Message(torch.empty(1), 1, "keys")], [])

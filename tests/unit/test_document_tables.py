@@ -233,7 +233,7 @@ PASS_ON = {  # to a function above
     "attention.api.attend", "attention.inputs.documents_of",
     "compat.ring_flash_attn.zigzag_ring_flash_attn_varlen_func", "compat.packed_bounds.scaled_bounds",
     "huggingface.forward_inputs.ForwardInputs.find_error", "huggingface.options.ModelRing.positions",
-    "huggingface.batch.check_padding", "verify.subject.default_prepare",  # tests/distributed/test_verify.py
+    "huggingface.batch.check_padding", "verify.target.default_prepare",  # tests/distributed/test_verify.py
     "compat.ring_flash_attn.update_ring_flash_attn_params", "wrap.interception.WrappedState.record",
     "huggingface.spans.LayerSpans.find_error", "huggingface.spans.spans_fit",  # tests/distributed/test_spans.py
     "huggingface.spans.without_directions", "sequence.layout.cut_sequence",  # of shard_sequence

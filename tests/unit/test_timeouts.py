@@ -14,7 +14,7 @@ from torch.testing._internal.distributed import fake_pg
 from ringflash import set_timeout
 from ringflash.comm import timeouts
 from ringflash.comm.timeouts import timeout
-from ringflash.comm.transport import opening, point_to_point
+from ringflash.comm.transport import point_to_point, registry
 from ringflash.comm.watchdog import Watchdog
 
 OWN_S = 7200.0
@@ -54,15 +54,15 @@ def test_a_backend_without_a_timeout(group: dist.ProcessGroup) -> None:
 
 
 def test_all_waits_are_as_long_as_the_groups(group: dist.ProcessGroup) -> None:
-    over_gloo = opening.PointToPoint("gloo", group)
+    over_gloo = registry.PointToPoint("gloo", group)
     assert over_gloo.post([], [])._timeout == timedelta(seconds=OWN_S)
-    assert Watchdog().add(mock.Mock(spec=opening.GroupAreas, group=group), CPU).queue.timeout == OWN_S
-    with mock.patch.object(opening, "CopyEngine") as memory:
-        opening._create_transport("copy_engine", group)
+    assert Watchdog().add(mock.Mock(spec=registry.GroupAreas, group=group), CPU).queue.timeout == OWN_S
+    with mock.patch.object(registry, "CopyEngine") as memory:
+        registry._create_transport("copy_engine", group)
     memory.assert_called_once_with(group, int(OWN_S + 15) * 1000, None)
     with (
         mock.patch.object(point_to_point, "communicator", side_effect=StopIteration) as made,
         pytest.raises(StopIteration),
     ):
-        opening.PointToPoint("nccl", group)
+        registry.PointToPoint("nccl", group)
     made.assert_called_once_with(group, "ring", "nccl", timedelta(seconds=OWN_S + 15))

@@ -27,7 +27,7 @@ from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.comm import communicator
 from ringflash.comm.group import HostSplit
 from ringflash.comm.timeouts import timeout
-from ringflash.comm.transport import buffer, buffers, copy_engine, opening
+from ringflash.comm.transport import buffer, buffers, copy_engine, registry
 from ringflash.sequence.mask import Documents, SequenceMask
 
 GPU = torch.device("cuda")
@@ -40,7 +40,7 @@ class Messages:
         self.name, self.whole = name, self
 
 
-NO_NCCL = mock.patch.object(opening, "PointToPoint", Messages)
+NO_NCCL = mock.patch.object(registry, "PointToPoint", Messages)
 OUT_OF_REACH = copy_engine.OutOfReach("no peer access")
 NOT_PERMITTED = copy_engine.NoCopyEngine("pidfd_getfd: not permitted")
 HERE = ["host0", "gpu0", []], ["host0", "gpu1", []]
@@ -83,7 +83,7 @@ def test_cached_blocks_are_given_back_for_an_area(failures: int, made: bool) -> 
 
 @pytest.fixture(autouse=True)
 def nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "_open", {})
+    monkeypatch.setattr(registry, "_open", {})
 
 
 @pytest.mark.parametrize(
@@ -93,31 +93,31 @@ def test_auto_takes_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine |
     """The reason why auto does without is said, except of ranks that are out of reach."""
     group, memory = mock.Mock(_device_types=()), mock.Mock(side_effect=problem)
     with (
-        mock.patch.object(opening, "backend_of", lambda group, device: "nccl"),
-        mock.patch.object(opening, "CopyEngine", memory),
+        mock.patch.object(registry, "backend_of", lambda group, device: "nccl"),
+        mock.patch.object(registry, "CopyEngine", memory),
         NO_NCCL,
     ):
-        names = [opening.choose_transport(name, group, GPU) for name in ("auto", "nccl", "copy_engine")]
-        assert names == [opening.UNDECIDED, "nccl", "copy_engine"]
+        names = [registry.choose_transport(name, group, GPU) for name in ("auto", "nccl", "copy_engine")]
+        assert names == [registry.UNDECIDED, "nccl", "copy_engine"]
         with pytest.warns(UserWarning, match="pidfd_getfd") if problem is NOT_PERMITTED else nullcontext():
-            opened = opening.open_transport(opening.UNDECIDED, group)
-        assert opening.transport_name(opened) == chosen
-        assert opening.choose_transport("auto", group, GPU) == chosen
-        assert opening.open_transport(chosen, group) is opened
+            opened = registry.open_transport(registry.UNDECIDED, group)
+        assert registry.transport_name(opened) == chosen
+        assert registry.choose_transport("auto", group, GPU) == chosen
+        assert registry.open_transport(chosen, group) is opened
 
 
 @pytest.mark.parametrize(
     "name, algorithm, moved_by",
     [
-        ("auto", opening.UNDECIDED, opening.UNDECIDED), ("nccl", Algorithm.GATHER, "nccl"),
+        ("auto", registry.UNDECIDED, registry.UNDECIDED), ("nccl", Algorithm.GATHER, "nccl"),
         ("copy_engine", Algorithm.GATHER, "copy_engine"), ("by_host", Algorithm.BY_HOST, "nccl"),
-        ("ulysses", Algorithm.ULYSSES, opening.UNDECIDED),
+        ("ulysses", Algorithm.ULYSSES, registry.UNDECIDED),
     ],
 )  # fmt: skip
 def test_transport_argument_names_algorithms_too(name: str, algorithm: object, moved_by: object) -> None:
     group, shape = mock.Mock(size=lambda: 4), CallShape(8, KVShape(1, 16, 2, 64), torch.bfloat16, GPU)
     with (
-        mock.patch.object(opening, "backend_of", lambda group, device: "nccl"),
+        mock.patch.object(registry, "backend_of", lambda group, device: "nccl"),
         mock.patch.object(plan, "known_split", lambda group: HostSplit(2, 2)),
     ):
         assert plan._choose_algorithm(CallOptions(group, transport=name), shape)[:2] == (algorithm, moved_by)
@@ -139,16 +139,16 @@ def test_heads_travel_over_the_copy_engine_in_reach(problem: copy_engine.NoCopyE
     memory.side_effect = problem
     warned: Any = pytest.warns(UserWarning, match="by messages of NCCL, since .* pidfd_getfd")
     with (
-        mock.patch.object(opening, "CopyEngine", memory),
-        mock.patch.object(opening, "PointToPoint", Part),
+        mock.patch.object(registry, "CopyEngine", memory),
+        mock.patch.object(registry, "PointToPoint", Part),
         warned if problem is NOT_PERMITTED else nullcontext(),
     ):
-        opened = opening.exchange_memory(group, HostSplit(2, 2), GPU)
-        assert opening.exchange_memory(group, HostSplit(2, 2), GPU) is opened
+        opened = registry.exchange_memory(group, HostSplit(2, 2), GPU)
+        assert registry.exchange_memory(group, HostSplit(2, 2), GPU) is opened
     if problem is None:
         assert opened is memory.return_value and memory.call_args.args[2] == HostSplit(2, 2)
     else:
-        assert opening.transport_name(opened) == "nccl" and opened.members == (2, 3)
+        assert registry.transport_name(opened) == "nccl" and opened.members == (2, 3)
 
 
 def test_ranks_of_a_host_are_found_by_name() -> None:
@@ -300,8 +300,8 @@ def test_error_of_a_single_rank_is_named(processes: Callable[..., list[Any]], mo
 
 
 def test_barriers_give_up_after_the_watch_has_reported() -> None:
-    with mock.patch.object(opening, "CopyEngine") as memory:
-        opening.open_transport("copy_engine", mock.Mock(_device_types=()))
+    with mock.patch.object(registry, "CopyEngine") as memory:
+        registry.open_transport("copy_engine", mock.Mock(_device_types=()))
     timeout_ms = memory.call_args.args[1]
     assert timeout_ms > timeout().total_seconds() * 1000 == 600_000
 
@@ -311,9 +311,9 @@ def test_auto_hides_no_other_error() -> None:
     memory = mock.Mock()
     memory.side_effect = RuntimeError("no answer from some of 4 ranks")
     group = mock.Mock(_device_types=())
-    with mock.patch.object(opening, "CopyEngine", memory), pytest.raises(RuntimeError, match="no answer"):
-        opening.open_transport(opening.UNDECIDED, group)
-    assert group not in opening._decided
+    with mock.patch.object(registry, "CopyEngine", memory), pytest.raises(RuntimeError, match="no answer"):
+        registry.open_transport(registry.UNDECIDED, group)
+    assert group not in registry._decided
 
 
 def test_memory_of_messages_lives_with_its_group() -> None:
@@ -321,15 +321,15 @@ def test_memory_of_messages_lives_with_its_group() -> None:
     first, second = (mock.Mock(group=mock.Mock(group_name="0")) for _ in range(2))
     for channel in (first, second):
         channel.name, channel.members = "nccl", ()
-    cpu, before = torch.device("cpu"), opening.buffer_bytes()
-    memory = opening.message_memory(first, cpu)
+    cpu, before = torch.device("cpu"), registry.buffer_bytes()
+    memory = registry.message_memory(first, cpu)
     memory.reserve("kv", 1000)
-    assert opening.message_memory(first, cpu) is memory and opening.buffer_bytes() == before + 1000
+    assert registry.message_memory(first, cpu) is memory and registry.buffer_bytes() == before + 1000
     gone = ref(memory)
     del memory
-    assert opening.message_memory(second, cpu).channel is second
+    assert registry.message_memory(second, cpu).channel is second
     gc.collect()
-    assert gone() is None and opening.buffer_bytes() == before
+    assert gone() is None and registry.buffer_bytes() == before
 
 
 def test_all_ranks_choose_the_same_blocks() -> None:
@@ -342,7 +342,7 @@ def test_all_ranks_choose_the_same_blocks() -> None:
     limit = sections.gather_bytes(sections.GatherSizes.of([plans[0].all_keys], k.shape, 32, k.dtype))
     for most, num_blocks in ((limit, 1), (limit - 1, 4)):
         with mock.patch.object(sections, "MAX_GATHER_BYTES", most):
-            for name in ("nccl", "copy_engine", opening.UNDECIDED):
+            for name in ("nccl", "copy_engine", registry.UNDECIDED):
                 moved = [replace(one, transport=name) for one in plans]
                 assert [len(one.key_blocks(CallShape.of(q, k, k))) for one in moved] == [num_blocks] * 4
 
@@ -353,7 +353,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
     k = torch.empty(1, 64, 2, 8)
     held: list[StorageWeakRef] = []
     with mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0), mock.patch.object(buffers, "_storage", {}):
-        memory = opening.NcclGather(channel, k.device)
+        memory = registry.NcclGather(channel, k.device)
         for window in (9, 30, 60):
             block = schedule.plan_single_block(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
             call = gather_by_heads.HeadGather((block,), memory, "reference", 1.0, False)
@@ -411,7 +411,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     assert [ask(documents=packed), ask(documents=packed)] == [7, 7]
     with mock.patch.object(plan.cuda_graphs, "capturing", lambda _: True):  # `plan_call` refuses them
         assert [ask(), ask(documents=packed)] == [7, 8]
-    decided[0] = opening.UNDECIDED  # type: ignore[call-overload]
+    decided[0] = registry.UNDECIDED  # type: ignore[call-overload]
     assert [ask(stride=7), ask(stride=7)] == [9, 10]
     decided[0], other = Algorithm.GATHER, object()
     alive[:] = [other]

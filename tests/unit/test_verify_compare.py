@@ -9,7 +9,7 @@ import torch
 
 from ringflash.verify.compare import Check, Runs, compare, errors_of
 from ringflash.verify.diagnosis import Reach, ShardedPositions, explain, infinite_hint, layer_hint
-from ringflash.verify.observe import Observation
+from ringflash.verify.observation import Observation
 from ringflash.verify.rounding import may_be_rounding, round_again, rounding_hint, step_from
 
 SEQLEN, NUM_CHUNKS = 32, 4

@@ -14,7 +14,7 @@ from ringflash.testing.dense import visible
 from ringflash.verify.compare import Check
 from ringflash.verify.layer_masks import LayerMask, LayerMasks, ReachReader, declared_masks, ranges_of
 from ringflash.verify.probe import read_forward
-from ringflash.verify.subject import Training, draw_data
+from ringflash.verify.target import Training, draw_data
 from tests.helpers.models import TINY
 
 SEQLEN, BOUNDS = 48, [0, 19, 29, 48]

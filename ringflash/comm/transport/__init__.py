@@ -1,6 +1,6 @@
 """Transports that move K, V and gradients between the ranks of a group.
 
-opening          choice of a group's transport, opened on first use
+registry         choice of a group's transport, opened on first use
 point_to_point   batches of sends and receives, over gloo or NCCL
 areas            interface of the transports that move what ranks have written to named memory areas
 copy_engine      areas that all GPUs of a host map, and copies between them
@@ -15,7 +15,8 @@ from ringflash.comm.transport.areas import GroupAreas
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.message_gather import NcclGather
-from ringflash.comm.transport.opening import (
+from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint
+from ringflash.comm.transport.registry import (
     TRANSPORTS,
     UNDECIDED,
     Transport,
@@ -30,4 +31,3 @@ from ringflash.comm.transport.opening import (
     transport_name,
     whole_transport,
 )
-from ringflash.comm.transport.point_to_point import Message, Pending, PointToPoint

@@ -18,7 +18,7 @@ from ringflash.commands.console import console
 from ringflash.commands.overlays import check_keys, lay_over
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
-from ringflash.commands.plan.read import ReadShape, model_of
+from ringflash.commands.plan.model_shape import ModelShape, model_of
 from ringflash.commands.plan.ring import ring_of
 from ringflash.commands.plan.search import CHANGES, cheapest_change, fastest_split, fewest_gpus, fits, longest_sequence
 from ringflash.commands.plan.timing import step_time
@@ -209,7 +209,7 @@ def _sizes(arguments: dict[str, Any], options: Namespace) -> tuple[int, int, int
     return gpus, *mesh_sizes(dp, cp, gpus)
 
 
-def _check_impl(impl: str, shape: ReadShape) -> None:
+def _check_impl(impl: str, shape: ModelShape) -> None:
     """Raise an error for a kernel that is unknown, or does not take the model's heads."""
     if impl not in ("auto", *IMPLS):
         raise ValueError(f"model.impl must be 'auto' or one of {IMPLS}, got {impl!r}; leave it out for 'auto'.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ringflash.commands.plan.read import ReadShape
+from ringflash.commands.plan.model_shape import ModelShape
 from ringflash.commands.plan.trace import Layers
 from ringflash.huggingface import flops
 from ringflash.memory import Memory
@@ -125,7 +125,7 @@ class TrainingJob(Memory):
         float8: recipe of torchao by which the layers' linear layers are in FP8; None is bf16.
     """
 
-    model: ReadShape
+    model: ModelShape
     seqlen: int
     cp_size: int
     dp_size: int = 1

@@ -25,7 +25,7 @@ from ringflash.attention.sections import (
 from ringflash.attention.ulysses import shared_kv_heads
 from ringflash.comm.transport import CopyEngine, NcclGather
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
-from ringflash.commands.plan.read import ReadShape
+from ringflash.commands.plan.model_shape import ModelShape
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import rounds
 
@@ -45,7 +45,7 @@ class Ring:
         on_network: fraction of the other ranks that are on other hosts.
     """
 
-    model: ReadShape
+    model: ModelShape
     seqlen: int
     cp_size: int
     pairs: int

@@ -17,7 +17,7 @@ from ringflash.comm.modules.buffers import persistent_buffers
 from ringflash.comm.modules.gradients import average_gradients
 from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.verify.capture import HIDDEN, Capture, embedding_head, gather_whole, plain_name
-from ringflash.verify.subject import Batch, Data, Factory, Training
+from ringflash.verify.target import Batch, Data, Factory, Training
 from ringflash.wrap.interception import WrappedState
 from ringflash_kernels.api import rounds
 

@@ -1,4 +1,4 @@
-"""The subject of a verification: a model, its training, and the tokens."""
+"""The target of a verification: a model, its training, and the tokens."""
 
 from __future__ import annotations
 

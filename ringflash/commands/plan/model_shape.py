@@ -1,4 +1,4 @@
-"""Reader of the sizes that determine memory and time, for any transformers model, built on the meta device."""
+"""Sizes of a transformers model that determine memory and time, read from the model on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITH_LIGER = ("llama", "mistral", "qwen2", "qwen3")  # families that `trace.wit
 
 
 @dataclass(frozen=True)
-class ReadShape:
+class ModelShape:
     """Sizes of a decoder, whose layers may differ.
 
     Args:
@@ -80,7 +80,7 @@ class ReadShape:
         return self.num_kv_heads * self.kv_dim
 
 
-def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAttention | None]]:
+def model_of(config: Mapping[str, Any]) -> tuple[ModelShape, list[int | ChunkedAttention | None]]:
     """Build a model on the meta device; return its sizes and the window of every layer.
 
     Raises:
@@ -91,7 +91,7 @@ def model_of(config: Mapping[str, Any]) -> tuple[ReadShape, list[int | ChunkedAt
     return read_shape(model), layer_windows(model.config)
 
 
-def read_shape(model: Any) -> ReadShape:
+def read_shape(model: Any) -> ModelShape:
     """Read the sizes of a causal language model on the meta device."""
     config, layers = model.config, list(model.model.layers)
     if (counted := matmul_sizes(model)) is None:
@@ -117,7 +117,7 @@ def read_shape(model: Any) -> ReadShape:
     tiled = [sum(map(_size, modules_to_tile(layer))) for layer in layers]
     head, matmul = model.get_output_embeddings().weight.numel(), counted.matmul_parameters
     unused = sum(map(_size, layers)) + head - matmul  # parameters of experts that a token is not sent to; and norms
-    return ReadShape(
+    return ModelShape(
         family=config.model_type,
         num_layers=len(layers),
         hidden_size=config.hidden_size,
