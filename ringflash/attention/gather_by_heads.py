@@ -6,12 +6,13 @@
     begin   (backward) row sums of dO and O, zeros for dQ
     end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     gradients return to the owners, who add them up; dQ is cast
 
-Sections, blocks and units are defined in README.md. A rank gathers the keys that it sees in the order of their positions,
-so that each section is one launch, as on one device: no state passes from hop to hop. The first section is small, since
-no kernel hides its pull; so is the last one of a backward, since no kernel hides the return of its gradients. Long
-sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its K/V fit into one area, gradients
-return in batches of several sections, so that NVLink can fall idle in between. docs/decisions/0005-copy-engine.md says
-what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; 0011-blocks-of-keys.md when there are several blocks.
+README.md defines sections, blocks and units. A rank gathers the keys that it sees in the order of their positions, so
+each section is one launch, as on one device: no state passes from hop to hop. The first section is small, since no
+kernel hides its pull; so is the last one of a backward, since no kernel hides the return of its gradients. Long
+sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its K/V fit into one area,
+gradients return in batches of several sections, so that NVLink can fall idle in between. docs/decisions/
+0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; 0011-blocks-of-keys.md
+when there are several blocks.
 """
 
 from __future__ import annotations

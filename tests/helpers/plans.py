@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from ringflash.commands.plan import read
+from ringflash.commands.plan import model_shape
 
-Read = tuple[read.ModelShape, list[Any]]
+Read = tuple[model_shape.ModelShape, list[Any]]
 
 
 @cache
 def _model_of(config: str) -> Read:
-    return read.model_of(json.loads(config))
+    return model_shape.model_of(json.loads(config))
 
 
 def model_of(config: Mapping[str, Any]) -> Read:
