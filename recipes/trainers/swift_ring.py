@@ -50,7 +50,9 @@ def get_train_dataloader(self: Any, *args: Any, **options: Any) -> Any:
     loader = _own_loader(self, *args, **options)
     seed = getattr(loader, "worker_init_fn", None)
     if seed is None:
-        raise NotImplementedError("streaming must be False on a ring, got a loader that sends each rank other rows.")
+        raise NotImplementedError(
+            "streaming must be False on a ring, got a loader that sends each rank other rows; leave --streaming out."
+        )
     loader.worker_init_fn = partial(seed, rank=self.args.process_index // SIZE)
     return loader
 

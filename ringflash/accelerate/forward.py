@@ -149,7 +149,7 @@ class RingForward:
                 if inputs_of(causal).counts_positions:
                     raise NotImplementedError(
                         f"share_prefixes must be left out for layers that count positions, got {type(causal).__name__} "
-                        "(Llama 4), which would count those of the packed tokens."
+                        "(Llama 4), which would count those of the packed tokens; leave it out for this model."
                     )
                 rows = share_rows(rows, self.min_shared)
             content["batch of accelerate"] = [*rows.input_ids.shape]

@@ -62,7 +62,7 @@ def _reject_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{', '.join(twice)} is given more than once")
+        raise ValueError(f"{', '.join(twice)} is given more than once; keep one")
     return dict(pairs)
 
 
@@ -88,7 +88,9 @@ def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
     try:
         return DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **config})
     except Exception as error:
-        raise ValueError(f"config must be one that DeepSpeed takes, got {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"config must be one that DeepSpeed takes, got {type(error).__name__}: {error}; correct that key."
+        ) from error
 
 
 @cache

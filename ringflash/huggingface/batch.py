@@ -112,7 +112,7 @@ def _position_shard(
     if cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
         raise ValueError(
             f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
-            "must be those along the path."
+            "must be those along the path; pass position_ids='document'."
         )
     if parts is not None:
         shard = cut_sequence(parts, options.group, 2, layout, cu_seqlens)

@@ -109,7 +109,9 @@ class RingCoreAttention(MegatronModule):
             layout, bounds, batch_dim = "documents", _document_bounds(packed_seq_params, mask_type), 0
             query, key, value = (x[None] for x in (query, key, value))
         elif mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise NotImplementedError(f"attn_mask_type must be causal or no_mask, got {mask_type.name}.")
+            raise NotImplementedError(
+                f"attn_mask_type must be causal or no_mask, got {mask_type.name}; use Megatron's own attention."
+            )
         q, k, v = (x.transpose(0, batch_dim) for x in (query, key, value))
         out = ring_attention(
             q, k, v, group=self.group, causal=mask_type is not AttnMaskType.no_mask, softmax_scale=self.softmax_scale,
@@ -153,7 +155,7 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
     if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
         raise NotImplementedError(
             f"attn_mask_type of packed documents must be causal, got {mask_type.name}, with which tokens would see the "
-            "padding of their document."
+            "padding of their document; build the layer with AttnMaskType.causal."
         )
     return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
 

@@ -88,7 +88,7 @@ class RingInnerAttention(Module):
         if not self._parallelized:
             raise NotImplementedError(
                 "the attention of every layer must be parallelized, by model.parallelize(parallel_dims), got a model "
-                "whose parallelize function left it out and that would not use the ring."
+                "whose parallelize function left it out and that would not use the ring; parallelize it there."
             )
         if score_mod is not None or unknown:
             given = sorted(unknown) + ["score_mod"] * (score_mod is not None)

@@ -41,10 +41,10 @@ from ringflash_kernels.hopper.compat import (
 class QueryShared:
     """Shared memory of a CTA, operands in two pieces of columns (0 and 1), and compile-time choices for every role.
 
-        q, dout           Q and dO of 64 queries for each consumer; q_full and q_empty are their mbarriers
-        kv                ring of SLOTS blocks of 64 keys, K and V in turn (`_slots`), with the mbarriers full and empty
-        begin             with K under a two-sided mask: its block, and whether that is masked
-        ends              with K under a two-sided mask: the end of each key
+    q, dout           Q and dO of 64 queries for each consumer; q_full and q_empty are their mbarriers
+    kv                ring of SLOTS blocks of 64 keys, K and V in turn (`_slots`), with the mbarriers full and empty
+    begin             with K under a two-sided mask: its block, and whether that is masked
+    ends              with K under a two-sided mask: the end of each key
     """
 
     q0: gl.shared_memory_descriptor

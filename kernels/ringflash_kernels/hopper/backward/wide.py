@@ -36,12 +36,12 @@ FINE = gl.constexpr(2.0**14)
 class WideShared:
     """Shared memory of a CTA: operands in two pieces of columns, whose names end in 0 and 1.
 
-        q, dout, stats   STAGES blocks of 64 queries: Q, dO, and lse with delta
-        k, v             K and V of the tile's 64 keys
-        p                P times FINE, from the consumer of scores to that of gradients
-        ..._full         mbarriers that are signalled when a buffer is filled
-        ..._empty        mbarriers that are signalled when it has been read
-        begin, begins    as in `backward.keys.KeyShared`
+    q, dout, stats   STAGES blocks of 64 queries: Q, dO, and lse with delta
+    k, v             K and V of the tile's 64 keys
+    p                P times FINE, from the consumer of scores to that of gradients
+    ..._full         mbarriers that are signalled when a buffer is filled
+    ..._empty        mbarriers that are signalled when it has been read
+    begin, begins    as in `backward.keys.KeyShared`
     """
 
     q0: gl.shared_memory_descriptor

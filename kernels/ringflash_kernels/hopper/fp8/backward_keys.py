@@ -58,10 +58,10 @@ class Scales:
 class Fp8KeysShared:
     """Shared memory of a CTA, and the choices every role needs; see `backward.keys.KeyShared`.
 
-        q0, dout0        e4m3 operands of S and dP;  q1, dout1: operands of dK and dV, transposed if e4m3
-        k8, v8           e4m3 operands of S and dP;  k0, k1: the operand of dQ
-        number           for each of KV_BUFFERS, the tile whose K and V are in it
-        spare            staging of dK and dV beside that of dQ
+    q0, dout0        e4m3 operands of S and dP;  q1, dout1: operands of dK and dV, transposed if e4m3
+    k8, v8           e4m3 operands of S and dP;  k0, k1: the operand of dQ
+    number           for each of KV_BUFFERS, the tile whose K and V are in it
+    spare            staging of dK and dV beside that of dQ
     """
 
     q0: gl.shared_memory_descriptor
