@@ -30,9 +30,9 @@ from ringflash.comm.transport import (
     Transport,
     Undecided,
     choose_transport,
-    exchange_memory,
-    message_memory,
     message_transport,
+    open_exchange_areas,
+    open_gather_areas,
     open_transport,
     transport_name,
     whole_transport,
@@ -56,7 +56,7 @@ class CallPlan:
     Args:
         algorithm: UNDECIDED before the first call of a group on GPUs.
         transport: means by which K/V travel between the ranks that share the sequence, between hosts for BY_HOST; None
-            if nothing is sent, UNDECIDED as the algorithm. For ULYSSES on GPUs it stays UNDECIDED: `exchange_memory`
+            if nothing is sent, UNDECIDED as the algorithm. With ULYSSES on GPUs it stays so: `open_exchange_areas`
             takes the copy engine if it can.
         members: ranks of the group that the sequence is divided among; empty: all.
     """
@@ -165,7 +165,7 @@ class CallPlan:
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
             return rail._open_ring(rail._open_channel(), shape, call)
-        memory = exchange_memory(group, split, shape.device)
+        memory = open_exchange_areas(group, split, shape.device)
         channel, members = rail._open_channel(), split.host_of(group.rank())
         counted = whole_transport(memory if channel is None else channel)
         attention = rail._open_ring(channel, shape, call)
@@ -183,7 +183,7 @@ class CallPlan:
         options = self.options
         kernel_options = self.impl, options.scale, options.deterministic
         if channel is not None and self.algorithm is Algorithm.GATHER:
-            memory = message_memory(channel, shape.device) if isinstance(channel, PointToPoint) else channel
+            memory = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_per_line > 1
             return HeadGather(self.key_blocks(shape), memory, *kernel_options, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)

@@ -198,7 +198,7 @@ def heads_in_shared_memory() -> Iterator[None]:
 
     ringflash.set_agreement_check("never")
     try:
-        with mock.patch("ringflash.attention.plan.exchange_memory", memory), messages_by_heads():
+        with mock.patch("ringflash.attention.plan.open_exchange_areas", memory), messages_by_heads():
             yield
     finally:
         ringflash.set_agreement_check("changed")
@@ -283,6 +283,6 @@ def messages_by_heads() -> Iterator[None]:
 
     with (
         mock.patch("ringflash.attention.plan.ring_over", lambda _: Algorithm.GATHER),
-        mock.patch("ringflash.attention.plan.message_memory", memory),
+        mock.patch("ringflash.attention.plan.open_gather_areas", memory),
     ):
         yield

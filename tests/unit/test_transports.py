@@ -143,8 +143,8 @@ def test_heads_travel_over_the_copy_engine_in_reach(problem: copy_engine.NoCopyE
         mock.patch.object(registry, "PointToPoint", Part),
         warned if problem is NOT_PERMITTED else nullcontext(),
     ):
-        opened = registry.exchange_memory(group, HostSplit(2, 2), GPU)
-        assert registry.exchange_memory(group, HostSplit(2, 2), GPU) is opened
+        opened = registry.open_exchange_areas(group, HostSplit(2, 2), GPU)
+        assert registry.open_exchange_areas(group, HostSplit(2, 2), GPU) is opened
     if problem is None:
         assert opened is memory.return_value and memory.call_args.args[2] == HostSplit(2, 2)
     else:
@@ -322,12 +322,12 @@ def test_memory_of_messages_lives_with_its_group() -> None:
     for channel in (first, second):
         channel.name, channel.members = "nccl", ()
     cpu, before = torch.device("cpu"), registry.buffer_bytes()
-    memory = registry.message_memory(first, cpu)
+    memory = registry.open_gather_areas(first, cpu)
     memory.reserve("kv", 1000)
-    assert registry.message_memory(first, cpu) is memory and registry.buffer_bytes() == before + 1000
+    assert registry.open_gather_areas(first, cpu) is memory and registry.buffer_bytes() == before + 1000
     gone = ref(memory)
     del memory
-    assert registry.message_memory(second, cpu).channel is second
+    assert registry.open_gather_areas(second, cpu).channel is second
     gc.collect()
     assert gone() is None and registry.buffer_bytes() == before
 

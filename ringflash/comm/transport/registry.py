@@ -125,18 +125,18 @@ def _decide(group: dist.ProcessGroup) -> str:
     return "copy_engine"
 
 
-def exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
+def open_exchange_areas(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
     """Return the areas over which the ranks of each host exchange heads. The first call is collective over the group.
 
     The copy engine moves them; on CPUs, or if any host has GPUs without peer access, messages do.
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
         return GlooGather(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
-    return _opened(f"heads in {split}", group, lambda: _exchange_memory(group, split, device))
+    return _opened(f"heads in {split}", group, lambda: _new_exchange_areas(group, split, device))
 
 
-def _exchange_memory(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
-    """Return `exchange_memory` of GPUs, opened anew; every rank falls back to messages together."""
+def _new_exchange_areas(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
+    """Return `open_exchange_areas` of GPUs, opened anew; every rank falls back to messages together."""
     try:
         return _create_copy_engine(group, split)
     except NoCopyEngine as problem:
@@ -166,7 +166,7 @@ def whole_transport(transport: Transport) -> Transport:
     return transport.whole if isinstance(transport, PointToPoint) else transport
 
 
-def message_memory(channel: PointToPoint, device: torch.device) -> NcclGather:
+def open_gather_areas(channel: PointToPoint, device: torch.device) -> NcclGather:
     """Return the areas for an all-gather of K/V by heads over this channel; cached with the channel."""
     name = f"{channel.name} by heads among {channel.members}"
     return _opened(name, channel.group, lambda: NcclGather(channel, device))
