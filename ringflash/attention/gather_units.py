@@ -119,12 +119,12 @@ class ForwardUnits(UnitKernels):
         section, out, last = unit.section, self.out[unit.section], unit.block == self.seen[-1]
         carried = self.carried[section] if self.carried else out
         queries = self.queries.pop(section) if last else self.queries[section]
-        kept = {} if self.row_max is None else {"row_max": self.row_max[section]}
+        with_row_max = {} if self.row_max is None else {"row_max": self.row_max[section]}
         keys_values, mask = self.gathered.keys_values[index], self.call.blocks[unit.block].mask
         self.forward(
             queries, *keys_values, mask, self.call.softmax_scale,
             out=out if last else carried, lse=self.lse[section],
-            acc=None if unit.block == self.seen[0] else carried, **kept, **self.options,
+            acc=None if unit.block == self.seen[0] else carried, **with_row_max, **self.options,
         )  # fmt: skip
 
     def _states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -21,7 +21,7 @@ from ringflash.attention.inputs import KVShape
 from ringflash.attention.kv_format import KVFormat
 from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import GatherSizes, Unit, buffer_sizes
-from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
+from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, CallWords, call_word_of
 from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
 from ringflash.comm.transport.lanes import Marker
@@ -120,19 +120,19 @@ class GatheredKV:
     Args:
         sizes: units of the pass.
         memory: areas of the group.
-        own: K/V in this rank's area, flat.
+        own: (elements,), K/V in this rank's area, dtype of the format.
         words: numbers of this call on this rank and on the owners.
-        keys_values: K/V of each unit, as kernels take them.
-        transfers: transfer of each unit, to be run in a lane.
-        head_offsets: first element of each head in the area and stride of its lines: (num_kv_heads, 2).
-        line_map: line of the area to which each of this rank's lines is written: (lines,), int32.
-        records: with FP8, indices in the area of this rank's records, for each of `sizes.published`.
+        keys_values: by unit: K and V, each (batch, keys of the block, heads of the section, head_dim), or the records.
+        transfers: by unit: function that brings its K/V, to be run in a lane.
+        head_offsets: (num_kv_heads, 2), int64: first element of each head in the area, and stride of its lines.
+        line_map: (lines,), int32: line of the area to which each of this rank's lines is written.
+        records: with FP8, for each of `sizes.published`: (batch, lines, heads), int64, indices of records in the area.
     """
 
     sizes: PassSizes
     memory: GroupAreas
     own: Tensor
-    words: Words
+    words: CallWords
     keys_values: list[tuple[Tensor, ...]]
     transfers: list[Callable[[], None]]
     head_offsets: Tensor
@@ -165,7 +165,7 @@ class GatheredKV:
         areas = _map_areas(memory, sizes)
         own = areas[memory.rank]
         assert own.number is not None and own.flat is not None and own.by_section is not None
-        words = Words(own.number, [owner for owner in areas if owner != memory.rank], k.device)
+        words = CallWords(own.number, [owner for owner in areas if owner != memory.rank], k.device)
         if sizes.buffered:
             targets = _buffers(sizes, own.by_section, memory.num_buffers, k.device)
         else:
@@ -288,7 +288,8 @@ def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
             areas[owner] = OwnerArea(None, None, None)
         else:
             flat = area[HEADER_BYTES:].view(dtype)
-            areas[owner] = OwnerArea(word_in(area), flat, split_heads(flat, leading, sizes.heads, kv_format.line_shape))
+            by_section = split_heads(flat, leading, sizes.heads, kv_format.line_shape)
+            areas[owner] = OwnerArea(call_word_of(area), flat, by_section)
     return areas
 
 
@@ -318,7 +319,7 @@ def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device
 
 
 def _incoming(
-    sizes: PassSizes, unit: Unit, target: Tensor, areas: dict[int, OwnerArea], words: Words, rank: int
+    sizes: PassSizes, unit: Unit, target: Tensor, areas: dict[int, OwnerArea], words: CallWords, rank: int
 ) -> list[Incoming]:
     """List the tensors that arrive for a unit; with the first section of a block also the numbers of the calls."""
     block, line_slice = sizes.blocks[unit.block], sizes.kv_format.line_slice
@@ -337,7 +338,7 @@ def _incoming(
     return incoming
 
 
-def _outgoing(sizes: PassSizes, unit: Unit, own: Tensor, words: Words, rank: int) -> list[Outgoing]:
+def _outgoing(sizes: PassSizes, unit: Unit, own: Tensor, words: CallWords, rank: int) -> list[Outgoing]:
     """List the tensors of a unit that other ranks receive; with the first section of a block also the call's number."""
     block, line_slice = sizes.blocks[unit.block], sizes.kv_format.line_slice
     sends = transfers.key_sends(block, rank, buffered=sizes.buffered)

@@ -29,12 +29,13 @@ class GradientReturn:
         sizes: units of the backward.
         memory: areas of the group.
         num_buffers: buffers of gradients that kernels write and owners read, used in rotation.
-        batches: transfers that return together, by the last one of them.
-        kernel_grads: dK and dV of each unit, as kernels write them.
-        sums: of each transfer, the gradients to which those that arrived are added, and these.
-        transfers: each transfer, to be run in a lane.
-        sources: rows at which `collect` finds the gradients of each of this rank's rows, by block.
-        max_readers: most other ranks that read one segment of this rank, by block.
+        batches: transfers whose gradients return together, by the last one of them.
+        kernel_grads: by unit: dK and dV, each (batch, keys of the block, heads of the section, head_dim), fp32.
+        sums: by transfer: the gradients to which those that arrived are added, (batch, rows, heads, line), and those
+            that arrived, (received rows, heads, line); both fp32.
+        transfers: by transfer: function that brings the gradients of this rank's keys, to be run in a lane.
+        sources: by block: (4, rows), int32, rows at which `collect` finds the gradients of each of this rank's rows.
+        max_readers: by block: largest number of other ranks that read one segment of this rank.
     """
 
     sizes: PassSizes

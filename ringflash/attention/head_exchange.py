@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, Words, word_in
+from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, CallWords, call_word_of
 from ringflash.comm.transport import GroupAreas, Transport, buffer
 from ringflash.comm.transport.areas import BEGIN, Incoming, Outgoing
 from ringflash.comm.transport.lanes import Marker
@@ -151,7 +151,7 @@ class AllToAll:
         assert own is not None
         self.received = self._tensors(buffer("heads", (num_bytes,), torch.uint8, device), not self.to_host)
         self.own = self._tensors(own, self.to_host)
-        self.words = Words(word_in(own), [peer for peer in areas if peer != memory.rank], device)
+        self.words = CallWords(call_word_of(own), [peer for peer in areas if peer != memory.rank], device)
         self.transfers = self._list_transfers(memory, areas, num_first)
 
     def _list_transfers(
@@ -175,7 +175,7 @@ class AllToAll:
                     chunks = self._chunks_of(self.own[index], peer, self.to_host)
                     sends[later].extend(Outgoing(x, peer) for x in chunks)
             if peer != rank and self.to_host:
-                number = None if theirs is None else word_in(theirs)
+                number = None if theirs is None else call_word_of(theirs)
                 pulls[0].append(Incoming(self.words.arrival_of(peer), peer, number))
                 sends[0].append(Outgoing(self.words.own, peer))
         return [memory.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]

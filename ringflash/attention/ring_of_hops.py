@@ -65,14 +65,14 @@ class RingOfHops:
         single = len(computed) == 1 or out.dtype == state
         carried = out if single else buffer("out", tuple(out.shape), state, out.device)
         hops = self.schedule.hops
-        kept = {} if row_max is None else {"row_max": row_max}
+        with_row_max = {} if row_max is None else {"row_max": row_max}
         with waiting(q.device):
             exchange = HopExchange(self.transport, hops, k, v, kv_format, kernel)
         for _, hop, arrived in self._arrivals(exchange, q.device):
             target = out if hop.step == computed[-1] else carried
             acc = None if hop.step == computed[0] else carried
             with profiler_range(f"ringflash::forward_step{hop.step}"):
-                forward(queries, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **kept)
+                forward(queries, *arrived, hop.mask, self.softmax_scale, out=target, lse=lse, acc=acc, **with_row_max)
         with waiting(q.device):
             exchange.finish()
         return out, lse

@@ -150,7 +150,7 @@ def begin(group: dist.ProcessGroup | None) -> int:
     return calls.count
 
 
-def word_in(area: Tensor) -> Tensor:
+def call_word_of(area: Tensor) -> Tensor:
     """Return the word of the call in the header of an area, as a view: (1,), int64."""
     return area[:8].view(torch.int64)
 
@@ -161,7 +161,7 @@ _unused_words: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
 _host_words: list[Tensor] = []
 
 
-class Words:
+class CallWords:
     """Call numbers of one rank and its peers, exchanged along with K/V.
 
     Args:

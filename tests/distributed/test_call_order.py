@@ -187,7 +187,7 @@ def test_numbers_that_travel_with_keys(ctx: Context, memory: Any, mistake: Calla
 @pytest.mark.parametrize("turns", [False, True])
 @on_ranks(4)
 def test_calls_in_one_order_pass(ctx: Context, memory: Any, turns: bool) -> None:
-    """Two steps of two layers, in the right order, then a check. Words also arrive if sections share buffers."""
+    """Two steps of two layers, in the right order, then a check. Call words also arrive if sections share buffers."""
     with (
         not_compared(memory),
         mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", 0 if turns else sections.MAX_UNBUFFERED_KV_BYTES),

@@ -32,7 +32,7 @@ from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers
-from ringflash.comm.call_numbers import CallNumber, Words
+from ringflash.comm.call_numbers import CallNumber, CallWords
 from ringflash.comm.watchdog import Unwatched
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask
@@ -200,7 +200,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         work("local backward", [x for x in inputs if x is not None], gradients)
         return gradients
 
-    def words_on_host(words: Words, _: CallNumber) -> Any:
+    def words_on_host(words: CallWords, _: CallNumber) -> Any:
         return SimpleNamespace(copy_=lambda x, non_blocking: work("words to the host", [x])) if words.senders else None
 
     def arrived_heads(exchange: AllToAll) -> list[torch.Tensor]:
@@ -227,8 +227,8 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (call_numbers, "expect", lambda *_: None),
         (KVFormat, "forward_kernel", lambda *_: forward),
         (KVFormat, "pack_queries", rounded),
-        (Words, "write", lambda words, _: work("write the number", [], [words.own])),
-        (Words, "for_host", words_on_host),
+        (CallWords, "write", lambda words, _: work("write the number", [], [words.own])),
+        (CallWords, "for_host", words_on_host),
         (Mask, "is_cached", lambda *_: True),
         (AllToAll, "fill", lambda exchange, *tensors: work(f"fill {exchange.area}", tensors, exchange.own)),
         (AllToAll, "arrived", arrived_heads),
