@@ -71,8 +71,10 @@ class HeadGather(GatherCall):
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
-        returned = self._cached("return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k))
-        self._run(BackwardUnits(self, gathered, returned, inputs, (dq, dk, dv)), k, v)
+        gradient_return = self._cached(
+            "return", ("kv", "dkv"), k, v, q.shape[2], lambda: GradientReturn.of(gathered, k)
+        )
+        self._run(BackwardUnits(self, gathered, gradient_return, inputs, (dq, dk, dv)), k, v)
         return dq, dk, dv
 
     def num_posted(self) -> int:
@@ -116,30 +118,30 @@ class HeadGather(GatherCall):
             with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
                 return tape.repeat(memory, tensors, self.number, watched)
 
-    def _run(self, work: UnitKernels, k: Tensor, v: Tensor) -> None:
+    def _run(self, kernels: UnitKernels, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
-        masks, device = [block.mask for block in self.blocks], work.gathered.device
+        masks, device = [block.mask for block in self.blocks], kernels.gathered.device
         key = (
             "gather_by_heads",
-            work.pass_name,
+            kernels.pass_name,
             self.impl,
             self.deterministic,
-            *work.sizes.kv_format.head_dims,
+            *kernels.sizes.kv_format.head_dims,
             device,
         )
         seen_before = all(mask.is_cached(key) for mask in masks)
         in_order = not seen_before or measuring()  # the first section builds tables that the others reuse
-        with watching(self.memory, work.pass_name, device) as watched, JoinAfterError(self.memory):
+        with watching(self.memory, kernels.pass_name, device) as watched, JoinAfterError(self.memory):
             with waiting(device):
-                markers = work.gathered.publish(k, v, self.impl, self.number)
-            run_units(work, *markers, watched, in_order)
+                markers = kernels.gathered.publish(k, v, self.impl, self.number)
+            run_units(kernels, *markers, watched, in_order)
         if not seen_before:
             for mask in masks:
                 mask.cached(key, lambda: True)
 
 
 def run_units(
-    work: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+    kernels: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
 ) -> None:
     """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
 
@@ -151,17 +153,17 @@ def run_units(
         watched: the call as the watchdog sees it.
         in_order: start a unit only after the previous one has ended.
     """
-    units, last = work.sizes.units, len(work.sizes.units) - 1
-    pipeline = UnitPipeline(work, start, arrived, watched, in_order)
+    units, last = kernels.sizes.units, len(kernels.sizes.units) - 1
+    pipeline = UnitPipeline(kernels, start, arrived, watched, in_order)
     for index, unit in enumerate(units):
         needed = pipeline.prerequisites(index, unit)
         if index == last:  # before the last kernel, which may leave no SM to the barrier
-            pulled = work.gathered.all_pulled(work.call.number)
+            pulled = kernels.gathered.all_pulled(kernels.call.number)
         pipeline.compute(index, unit, needed)
         if unit.transfer is not None:
             pipeline.pull_next()
-            if isinstance(work, BackwardUnits):
-                pipeline.return_gradients(work, index, unit)
+            if isinstance(kernels, BackwardUnits):
+                pipeline.return_gradients(kernels, index, unit)
     pipeline.join(pulled)
 
 
@@ -184,11 +186,11 @@ class UnitPipeline:
     """
 
     def __init__(
-        self, work: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
+        self, kernels: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
     ) -> None:
-        self.work, self.gathered, self.memory, self.watched = work, work.gathered, work.call.memory, watched
+        self.kernels, self.gathered, self.memory, self.watched = kernels, kernels.gathered, kernels.call.memory, watched
         self.start, self.arrived, self.in_order = start, arrived, in_order
-        self.to_pull = iter(work.sizes.travelling[1:])
+        self.to_pull = iter(kernels.sizes.travelling[1:])
         self.computed: list[Marker] = []
         self.last_in_lane: dict[str, Marker] = {}
         self.returns: list[Marker] = []
@@ -209,24 +211,26 @@ class UnitPipeline:
 
         A section begins when the section before the previous one has ended, since its `begin` frees that one's dQ.
         """
-        work, queries = self.work, self.work.call.queries_arrived
+        kernels, queries = self.kernels, self.kernels.call.queries_arrived
         needed = [self.start if unit.transfer is None else self.arrived, *queries]
-        if isinstance(work, BackwardUnits):
+        if isinstance(kernels, BackwardUnits):
             if unit.block == 0:
                 freed = [self.section_ends[unit.section - 2]] if unit.section > 1 else []
                 after = [self.start, *queries, *freed]
-                needed.append(self.memory.run_in_lane("begin", partial(work.begin, unit.section), after, urgent=True))
-            needed += work.returned.freed(index, self.returns)
+                needed.append(
+                    self.memory.run_in_lane("begin", partial(kernels.begin, unit.section), after, urgent=True)
+                )
+            needed += kernels.gradient_return.freed(index, self.returns)
         return needed
 
     def compute(self, index: int, unit: Unit, needed: list[Marker]) -> None:
         """Launch the kernel of a unit in the lane of its section."""
         lane = _lane_of(unit)
         after = [self.start, *(self.computed[-1:] if self.in_order else [])]
-        end = self.memory.run_in_lane(lane, partial(self.work.compute, index, *needed), after)
+        end = self.memory.run_in_lane(lane, partial(self.kernels.compute, index, *needed), after)
         self.computed.append(end)
         self.last_in_lane[lane] = end
-        self.reach(end, "for {}", self.work.sizes.name(unit))
+        self.reach(end, "for {}", self.kernels.sizes.name(unit))
 
     def pull_next(self) -> None:
         """Start to pull the next unit that travels, if there is one."""
@@ -234,18 +238,18 @@ class UnitPipeline:
         if index is not None:
             self.arrived = self.gathered.pull(index, self.start, self.computed)
 
-    def return_gradients(self, work: BackwardUnits, index: int, unit: Unit) -> None:
+    def return_gradients(self, kernels: BackwardUnits, index: int, unit: Unit) -> None:
         """Return the gradients of a unit; with the last unit of a section, cast its dQ."""
-        final, last_section = unit.block == len(work.sizes.blocks) - 1, len(work.sizes.heads) - 1
+        final, last_section = unit.block == len(kernels.sizes.blocks) - 1, len(kernels.sizes.heads) - 1
         cast_here = unit.section >= last_section - 1
-        finish = work.finish if final and not cast_here else work.return_gradients
+        finish = kernels.finish if final and not cast_here else kernels.return_gradients
         end = self.memory.run_in_lane("end", partial(finish, index), self.computed[-1:], urgent=True)
         self.returns.append(end)
-        self.reach(end, "for the gradients of {}", work.sizes.name(unit))
+        self.reach(end, "for the gradients of {}", kernels.sizes.name(unit))
         if final:
             self.section_ends[unit.section] = end
             if cast_here:
-                cast = self.memory.run_in_lane(_lane_of(unit), partial(work.finish_queries, unit.section), [])
+                cast = self.memory.run_in_lane(_lane_of(unit), partial(kernels.finish_queries, unit.section), [])
                 self.dq_casts.append(cast)
 
     def join(self, pulled: Marker) -> None:
@@ -253,7 +257,9 @@ class UnitPipeline:
         if self.has_barriers:
             self.reach(pulled, "for all ranks to have their keys")
         markers = [pulled]
-        if isinstance(self.work, BackwardUnits):  # "begin" allocated dQ and the statistics, which are freed on return
+        if isinstance(
+            self.kernels, BackwardUnits
+        ):  # "begin" allocated dQ and the statistics, which are freed on return
             after = [*self.dq_casts, *self.returns[-1:]]
             markers.append(self.memory.run_in_lane("begin", _do_nothing, after, urgent=True))
         self.memory.wait(*(self.dq_casts or self.last_in_lane.values()))

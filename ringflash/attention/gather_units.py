@@ -154,12 +154,12 @@ class BackwardUnits(UnitKernels):
         self,
         call: GatherCall,
         gathered: GatheredKV,
-        returned: GradientReturn,
+        gradient_return: GradientReturn,
         inputs: BackwardInputs,
         grads: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         super().__init__(call, gathered, inputs.q)
-        self.returned, self.dq = returned, self.sizes.by_section(grads[0], 2)
+        self.gradient_return, self.dq = gradient_return, self.sizes.by_section(grads[0], 2)
         self.dk, self.dv = (x.split_with_sizes(self.sizes.heads, 2) for x in grads[1:])
         self.dout, self.out = (self.sizes.by_section(x, 2) for x in (inputs.dout, inputs.out))
         self.lse = self.sizes.by_section(inputs.lse, 1)
@@ -184,7 +184,7 @@ class BackwardUnits(UnitKernels):
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:
-        mask, grads = self.call.blocks[unit.block].mask, self.returned.kernel_grads[index]
+        mask, grads = self.call.blocks[unit.block].mask, self.gradient_return.kernel_grads[index]
         add = self.sizes.kv_format.backward_kernel(self.passes[unit.section % 2])
         add(*self.gathered.keys_values[index], mask, *grads, accumulate=False)
 
@@ -194,7 +194,7 @@ class BackwardUnits(UnitKernels):
 
     def return_gradients(self, index: int) -> None:
         """Return dK and dV of a unit to their owners; receive and add up those of this rank's keys."""
-        self.returned.collect(index, self.dk, self.dv, self.call.impl)
+        self.gradient_return.collect(index, self.dk, self.dv, self.call.impl)
 
     def finish(self, index: int) -> None:
         """Cast the dQ of the section of a unit, its last one, and return dK and dV of the unit."""
