@@ -161,10 +161,10 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
 
 
 def _check_mask(begins: Tensor, left_padding: bool) -> None:
-    """Raise ValueError unless every row has one interval of tokens, on the left unless `left_padding`.
+    """Raise ValueError unless every row has one interval of tokens, from its first column on unless `left_padding`.
 
     Args:
-        begins: (batch, seqlen), bool: tokens before which there is padding or nothing.
+        begins: (batch, seqlen), bool: tokens that follow padding, or nothing.
     """
     if not bool(begins.any()) or bool((begins.sum(1) > 1).any()):
         raise ValueError(
