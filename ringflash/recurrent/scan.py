@@ -17,8 +17,8 @@ from torch.nn.functional import pad, softplus
 from ringflash.recurrent.contiguous_shard import ContiguousShard
 from ringflash.recurrent.messages import states_before
 
-# Options of the functions below that a stretch has, or that belong to its tokens.
-_OF_STRETCH = {
+# Options of the functions below that a shard has, or that belong to its tokens.
+_OF_SHARD = {
     "initial_state", "initial_states", "output_final_state", "return_final_states", "return_varlen_states", "seq_idx",
     "cu_seqlens", "z",
 }  # fmt: skip
@@ -139,8 +139,8 @@ def mamba2_scan(
 
 def _check(options: dict[str, Any]) -> None:
     """Raise NotImplementedError for options that would be those of a shard, or of an output without earlier ranks."""
-    if given := sorted(name for name, x in options.items() if name in _OF_STRETCH and x is not None):
+    if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
         raise NotImplementedError(
-            f"options must not be of tokens, documents or states, got {', '.join(given)}; give Stretch.of the bounds "
-            "of documents, and multiply the result by a gate."
+            f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "
+            "bounds of documents, and multiply the result by a gate."
         )
