@@ -163,13 +163,11 @@ def _settings(options: Any) -> Settings:
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {name!r}; leave it out for the device's own.")
     if options.window is not None and options.window < 1:
         raise ValueError(f"window must be 1 or more, got {options.window}; 1 is only the query's own key.")
-    bounds, *relations = (
+    bounds, parents, both = (
         None if x is None else tuple(x) for x in (options.cu_seqlens, options.parents, options.bidirectional)
     )
     counts = (options.global_tokens,) * max(1, len(bounds or ()) - 1) if options.global_tokens else None
-    SequenceMask(
-        options.seqlen, options.causal, (-1, -1), bounds, *relations, global_tokens=counts
-    )  # raises unless they fit
+    SequenceMask(options.seqlen, options.causal, (-1, -1), bounds, parents, both, counts)  # raises unless they fit
     device = torch.device(kind)
     if kind == "cuda":
         ranks = int(os.environ["LOCAL_RANK"]) + 1
