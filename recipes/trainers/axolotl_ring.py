@@ -68,14 +68,14 @@ class RingPlugin(BasePlugin):
 
 
 class _ByPositions:
-    """A collator whose packed batches have nothing beside position_ids that says the same."""
+    """A collator whose packed batches have nothing beside position_ids that says the same; others keep their mask."""
 
     def __init__(self, collator: Any) -> None:
         self._collator = collator
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         batch = self._collator(*args, **options)
-        for name in _SAID_BY_POSITIONS:
+        for name in _SAID_BY_POSITIONS if "position_ids" in batch else ():
             batch.pop(name, None)
         return batch
 

@@ -21,6 +21,7 @@ from verl.models.transformers import monkey_patch
 from verl.utils import ulysses
 
 import ringflash
+from ringflash.huggingface.global_length import depends_on_length
 
 _own_forward = monkey_patch._ulysses_flash_attention_forward
 _own_patch = monkey_patch.apply_monkey_patch
@@ -178,6 +179,7 @@ def apply_monkey_patch(
             not in ("flash_attention_2", "flash_attention_3"),
             "recurrent layers": any(isinstance(x, torch.nn.Conv1d) or hasattr(x, "A_log") for x in model.modules()),
             "attention in chunks": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
+            "rotary angles that depend on the length": any(map(depends_on_length, model.modules())),
         }
         if any(wrong.values()):
             raise NotImplementedError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ringflash.huggingface.shard_loss import ShardLoss
@@ -22,17 +23,44 @@ def forward_of_object(module: nn.Module) -> Any:
 
 def find_loss_error(causal: Any) -> Exception | None:
     """Return the error for a loss function that was given to the model, or is configured; None for transformers'."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
+    from transformers.loss import loss_utils
 
-    known = [LOSS_MAPPING[name] for name in ("ForCausalLM", "ForConditionalGeneration")]
+    known = [loss_utils.LOSS_MAPPING[name] for name in ("ForCausalLM", "ForConditionalGeneration")]
     compute = getattr(causal, "loss_function", known[0])
     compute = compute.compute if isinstance(compute, ShardLoss) else compute
-    if compute in known:
+    part = loss_utils.fixed_cross_entropy
+    pairs = ((compute, "ForCausalLMLoss"), (part, "fixed_cross_entropy"))
+    replaced = [x for x, name in pairs if _name_of(x) != f"{loss_utils.__name__}.{name}"]
+    if compute in known and (not replaced or _is_cross_entropy(compute, part)):
         return None
     return NotImplementedError(
         "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-        f"{getattr(compute, '__qualname__', compute)!r}; leave it out, or compute the loss from ringflash.log_probs."
+        f"{_name_of(replaced[0] if replaced else compute)}; leave it out, or compute the loss from ringflash.log_probs."
     )
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+
+
+@lru_cache(maxsize=8)
+@torch.no_grad()
+def _is_cross_entropy(compute: Any, part: Any) -> bool:
+    """Return True if a loss function for all models gives the cross-entropy of five tokens.
+
+    Args:
+        part: what it calls; with it a result is kept.
+    """
+    logits = torch.linspace(-3, 3, 35, device="cpu").sin().view(1, 5, 7)
+    labels = torch.tensor([[1, 2, -100, 3, 6]], device="cpu")
+    losses = -logits.log_softmax(-1)[0, [0, 2, 3], [2, 3, 6]]
+    try:
+        for count, wanted in ((None, losses.mean()), (torch.tensor(5, device="cpu"), losses.sum() / 5)):
+            if not abs(compute(logits, labels, 7, num_items_in_batch=count) - wanted) <= 1e-5:
+                return False
+    except Exception:  # the user's own code
+        return False
+    return True
 
 
 def find_bypassed(causal: nn.Module) -> Exception | None:

@@ -194,7 +194,7 @@ class _Tiles(torch.autograd.Function):
         parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         parts: list[tuple[Tensor, ...]] = []
-        with _repeat_random(ctx.random, grad.device.type):
+        with _repeat_random(ctx.random, grad.device.type), _without_hooks(parameters):
             for tile, (grad_tile,) in zip(_tiles(inputs, module), _tiles((grad,), module), strict=True):
                 leaves = [x.detach().requires_grad_(want) for x, want in zip(tile, of_inputs, strict=True)]
                 with torch.enable_grad(), torch.autocast(*ctx.autocast):
@@ -240,6 +240,19 @@ def _repeat_random(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: s
         torch.set_rng_state(host)
         set_device_states(devices, states, device_type=kind)
         yield
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Keep gradient hooks from the parts of a gradient: autograd calls them with the sum."""
+    hooked = [(x, x._backward_hooks) for x in parameters if x._backward_hooks]
+    for x, _ in hooked:
+        x._backward_hooks = None
+    try:
+        yield
+    finally:
+        for x, hooks in hooked:
+            x._backward_hooks = hooks
 
 
 def _tiles(tensors: Sequence[Tensor], module: Any) -> Iterator[tuple[Tensor, ...]]:

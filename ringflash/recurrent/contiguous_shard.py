@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ringflash.comm.group import Group, resolve
+from ringflash.sequence.mask import check_cu_seqlens
 
 
 class ContiguousShard(NamedTuple):
@@ -32,8 +33,12 @@ class ContiguousShard(NamedTuple):
         Args:
             length: tokens of each rank.
             bounds: as the attribute.
+        Raises:
+            ValueError: bounds that are not those of the whole sequence.
         """
         group = resolve(group)
+        if bounds is not None:
+            check_cu_seqlens(bounds, length * (1 if group is None else group.size()))
         start = 0 if group is None else group.rank() * length
         inner = [b - start for b in bounds or () if start < b < start + length]
         document = max((b for b in bounds or () if b <= start), default=0)

@@ -17,6 +17,12 @@ from torch.nn.functional import pad, softplus
 from ringflash.recurrent.contiguous_shard import ContiguousShard
 from ringflash.recurrent.messages import states_before
 
+# Options of the functions below that a shard has, or that belong to its tokens.
+_OF_SHARD = {
+    "initial_state", "initial_states", "output_final_state", "return_final_states", "return_varlen_states", "seq_idx",
+    "cu_seqlens", "z",
+}  # fmt: skip
+
 
 def delta_rule(
     rule: Callable[..., tuple[Tensor, Tensor | None]],
@@ -41,13 +47,16 @@ def delta_rule(
         value: (batch, seqlen_local, num_heads, value_dim).
         g: (batch, seqlen_local, num_heads), natural logarithm of the decay; or (..., key_dim).
         beta: (batch, seqlen_local, num_heads).
-        options: passed to `rule`.
+        options: passed to `rule`; none of tokens, documents or states.
     Returns:
         out: as value. Each document starts from an empty state.
+    Raises:
+        NotImplementedError: such an option.
     Numerics: states in fp32 (fp64 for fp64). Outputs from an empty state and from S are rounded to the dtype of
         query, and added in fp32.
     Source: Yang et al. 2024, arXiv:2412.06464, equation 10; the exchange is that of an associative scan.
     """
+    _check(options)
     inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     pieces = [{name: x[:, a:b] for name, x in inputs.items()} for a, b in shard.pieces]
     if shard.group is None:
@@ -97,12 +106,15 @@ def mamba2_scan(
         A: (num_heads,), negative.
         B, C: (batch, seqlen_local, num_groups, state_dim); each group serves num_heads / num_groups heads.
         dt_bias, dt_softplus, dt_limit: dt becomes clamp(softplus(dt + dt_bias), *dt_limit).
-        options: passed to `scan`, such as D and chunk_size.
+        options: passed to `scan`, such as D and chunk_size; none of tokens, documents or states.
     Returns:
         y: as x. Each document starts from an empty state.
+    Raises:
+        NotImplementedError: such an option.
     Numerics: dt and states in fp32 (fp64 for fp64), also where transformers' scan would compute dt in bf16.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6; the exchange is that of an associative scan.
     """
+    _check(options)
     dtype = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
     dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -123,3 +135,12 @@ def mamba2_scan(
         carried = torch.einsum("blgn,bghpn->blghp", C[:, rows].to(dtype), states).flatten(2, 3)
         outs[0] = (outs[0].to(dtype) + decay.exp()[..., None] * carried).to(outs[0].dtype)
     return torch.cat(outs, 1)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raise NotImplementedError for options that would be those of a shard, or of an output without earlier ranks."""
+    if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
+        raise NotImplementedError(
+            f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "
+            "bounds of documents, and multiply the result by a gate."
+        )

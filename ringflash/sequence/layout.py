@@ -311,6 +311,8 @@ def document_table(
                 f"{name} must have one entry for each document of cu_seqlens {tuple(cu_seqlens[1:].shape)}, got "
                 f"{tuple(values.shape)}; give -1 to a document that continues none, and False to one that is causal."
             )
+        if values.is_floating_point() or row == 1 and values.dtype == torch.bool:
+            raise ValueError(f"{name} must be {'integers' if row == 1 else 'bool'}, got {values.dtype}; convert them.")
         table[row, :-1] = values
     return table
 

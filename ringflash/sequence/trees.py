@@ -197,9 +197,14 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
         cu_seqlens: (num_documents + 1,), int32, bounds of packed documents.
     Raises:
         NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
-        ValueError: several rows, or bounds that do not end with them.
+        ValueError: several rows, bounds that do not end with them, or a mask, in which text would be a span.
     """
     ids = block_sequence_ids.cpu()
+    if ids.dtype == torch.bool or ids.is_floating_point():
+        raise ValueError(
+            f"block_sequence_ids must be integers, got {ids.dtype}; number the spans, and give -1 to text, as "
+            "torch.where(mask, 0, -1) does for a mask of one span."
+        )
     ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
     if ids.dim() != 1:
         raise ValueError(

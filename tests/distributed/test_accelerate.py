@@ -369,7 +369,7 @@ REFUSED = {
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
     "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
-    "loss function": "NotImplementedError: loss_function must be transformers' own of .*, got 'loss_in_fp64'; leave",
+    "loss function": "NotImplementedError: loss_function must be transformers' own of .*, got .*loss_in_fp64; leave",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",

@@ -154,6 +154,23 @@ def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
         assert (error > 1e-3) == (ctx.rank > 0)
 
 
+@pytest.mark.parametrize("name", ["z", "initial_states", "seq_idx"])
+def test_options_of_a_shard_are_refused(name: str) -> None:
+    """A gate would be applied before the states of previous ranks are added, and states to each document."""
+    shard = ContiguousShard.of(LENGTH)
+    with pytest.raises(NotImplementedError, match=f"must not be of tokens, documents or states, got {name}; give"):
+        recurrent.mamba2_scan(loop_scan, **mamba_inputs(1), shard=shard, **{name: drawn(1, seed=1)})
+    with pytest.raises(NotImplementedError, match="got initial_state; give"):
+        recurrent.delta_rule(loop_rule, **delta_inputs(1, False), shard=shard, initial_state=name)
+
+
+@on_ranks(2)
+def test_bounds_of_a_shard_are_refused(ctx: Context) -> None:
+    """They would begin a document with each rank."""
+    with pytest.raises(ValueError, match="cu_seqlens must end at the global sequence length .12., got 6"):
+        ContiguousShard.of(6, ctx.group, (0, 5, 6))
+
+
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:
     """Inputs in bf16."""
     seen: list[Tensor] = []

@@ -76,3 +76,13 @@ def test_axolotl_ring_refuses(monkeypatch: pytest.MonkeyPatch, key: str, value: 
     plugin = import_module("axolotl_ring").RingPlugin()
     with pytest.raises(NotImplementedError, match=f"{key} must be left out with ringflash_size, got it; remove it"):
         plugin.get_training_args(SimpleNamespace(ringflash_size=2, fsdp_config=None, **{key: value}))
+
+
+def test_rows_that_are_not_packed_keep_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `eval_sample_packing: false`, where only the mask tells padding, which may be on the left."""
+    monkeypatch.syspath_prepend(ROOT / "recipes/trainers")
+    trainer = SimpleNamespace(data_collator=dict, eval_data_collator=dict)
+    import_module("axolotl_ring").RingPlugin().post_trainer_create(SimpleNamespace(sample_packing=True), trainer)
+    packed = {"attention_mask": "mask", "position_ids": "positions"}
+    assert trainer.data_collator(packed) == {"position_ids": "positions"}
+    assert trainer.eval_data_collator({"attention_mask": "mask"}) == {"attention_mask": "mask"}

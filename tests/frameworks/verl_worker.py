@@ -108,6 +108,12 @@ def check_refusals() -> None:
     model.conv = torch.nn.Conv1d(1, 1, 1)
     assert_refused(lambda: apply_monkey_patch(model, ulysses_sp_size=size), "got recurrent layers; set")
     del model.conv
+    scaled = deepcopy(CONFIGS["Llama"])
+    scaled.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    longer = transformers.LlamaForCausalLM(scaled)
+    use(longer, "flash_attention_2")
+    message = "got rotary angles that depend on the length; set"
+    assert_refused(lambda: apply_monkey_patch(longer, ulysses_sp_size=size), message)
     apply_monkey_patch(model, ulysses_sp_size=size)
     assert_refused(lambda: ulysses_pad_and_slice_inputs(ids, ids[:, None], size), "must be (1, tokens) on a ring")
     assert_refused(lambda: ulysses_pad_and_slice_inputs(ids, ids, size, True), "slices positions itself (VeOmni)")

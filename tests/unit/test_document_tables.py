@@ -221,6 +221,18 @@ def test_no_other_shape() -> None:
     assert torch.equal(of_all, of_each)
 
 
+def test_no_masks_or_fractions_in_place_of_numbers() -> None:
+    """The False of a mask of a prefix would make one span of the text after it."""
+    cu_seqlens = torch.tensor([0, 3, 5])
+    for values in (torch.tensor([True, True, False]), torch.tensor([0.0, 0.0, -1.0])):
+        with pytest.raises(ValueError, match="block_sequence_ids must be integers, got torch.*give -1 to text"):
+            ringflash.span_documents(values)
+        with pytest.raises(ValueError, match="parents must be integers, got torch"):
+            ringflash.document_table(cu_seqlens, values[1:])
+    with pytest.raises(ValueError, match="bidirectional must be bool, got torch.float32"):
+        ringflash.document_table(cu_seqlens, bidirectional=torch.tensor([0.0, 0.4]))
+
+
 USED_ABOVE = {
     ringflash.ring_attention, ringflash.RingAttention.forward, ringflash.explain, plan_call, ringflash.local_positions,
     ringflash.shard_sequence, ringflash.unshard_sequence, ringflash.pad_sequence, ringflash.document_table,

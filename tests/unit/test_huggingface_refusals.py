@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, BambaForCausalLM, DynamicCache
+from transformers.loss import loss_utils
 from transformers.masking_utils import create_causal_mask
 
 FULL = torch.arange(LENGTH)[None]
@@ -345,6 +348,23 @@ def test_refuses_terms_beside_cross_entropy() -> None:
     own.factor = 1.5
     with pytest.raises(NotImplementedError, match="loss of Own must be the cross-entropy of its logits, got other"):
         huggingface.CausalLMWithLoss(own, None)
+
+
+@pytest.mark.parametrize("part", ["ForCausalLM", "fixed_cross_entropy"])
+def test_refuses_a_loss_for_all_models(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that computes the same is accepted."""
+    model, names = huggingface.CausalLMWithLoss(build(), None), ["ForCausalLM", "ForConditionalGeneration"]
+    replaced: Any = loss_utils.LOSS_MAPPING
+    if part not in replaced:
+        replaced, names = vars(loss_utils), [part]
+    compute = replaced[names[0]]
+    for scale in (1.0, 0.5):
+        changed = partial(lambda factor, *given, **named: factor * compute(*given, **named), scale)
+        for name in names:
+            monkeypatch.setitem(replaced, name, changed)
+        refused = pytest.raises(NotImplementedError, match="loss_function must be transformers' own of causal")
+        with nullcontext() if scale == 1.0 else refused:
+            model(**prepared())
 
 
 def test_options_of_other_families_scale_no_logits() -> None:

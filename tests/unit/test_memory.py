@@ -317,9 +317,11 @@ def test_tiles_refuse_second_derivatives() -> None:
 
 
 def test_a_frozen_projection_gets_no_gradient() -> None:
+    """A hook gets the gradient of another one once, of all tiles."""
     model, plain = model_with(Memory("attention_kept", mlp_tile_tokens=7)), model_with(Memory())
     for m in (model, plain):
         m.get_submodule("model.model.layers.1.mlp").up_proj.weight.requires_grad_(False)
+        m.get_submodule("model.model.layers.1.mlp").gate_proj.weight.register_hook(lambda grad: grad - 1)
         m(**batch()).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None) == (name == "model.model.layers.1.mlp.up_proj.weight")
