@@ -79,7 +79,7 @@ class HeadGather(GatherCall):
 
     def num_posted(self) -> int:
         """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
-        return self.memory.num_posted
+        return self.areas.num_posted
 
     def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
         """Return the memory and transfers of a pass; cached with the areas."""
@@ -88,15 +88,15 @@ class HeadGather(GatherCall):
             kv_format = KVFormat.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
             sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, kv_format.dtype)
             chosen = sections.choose_sections(sizes, len(self.blocks))
-            return GatheredKV.of(self.memory, self.blocks, k, num_heads, getattr(chosen, pass_name), kv_format)
+            return GatheredKV.of(self.areas, self.blocks, k, num_heads, getattr(chosen, pass_name), kv_format)
 
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)
 
     def _cached(
-        self, name: str, areas: tuple[str, ...], k: Tensor, v: Tensor, num_heads: int, make: Callable[[], T]
+        self, name: str, names: tuple[str, ...], k: Tensor, v: Tensor, num_heads: int, make: Callable[[], T]
     ) -> T:
-        return self.memory.cached(
-            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), areas, make
+        return self.areas.cached(
+            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), names, make
         )
 
     def _issue(
@@ -104,19 +104,19 @@ class HeadGather(GatherCall):
     ) -> tuple[Tensor, ...]:
         """Run a pass by `issue(tensors)`; repeat its tape once there is one."""
         assert tensors[0] is not None
-        memory, device = self.memory, tensors[0].device
-        with memory.on_one_stream():
+        areas, device = self.areas, tensors[0].device
+        with areas.on_one_stream():
             if self.queries_arrived or not can_repeat(self.impl, device, tensors):
                 return issue(tensors)
-            assert isinstance(memory, Lanes)
+            assert isinstance(areas, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
-            place = memory.current().cuda_stream, comm_sms(self.impl, transport_name(memory))
+            place = areas.current().cuda_stream, comm_sms(self.impl, transport_name(areas))
             key = pass_name, *map(id, self.blocks), options, form_of(tensors), place
-            tape = memory.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
+            tape = areas.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
-                return tape.record(memory, tensors, issue)
-            with watching(memory, pass_name, device) as watched, JoinAfterError(memory):
-                return tape.repeat(memory, tensors, self.number, watched)
+                return tape.record(areas, tensors, issue)
+            with watching(areas, pass_name, device) as watched, JoinAfterError(areas):
+                return tape.repeat(areas, tensors, self.number, watched)
 
     def _run(self, kernels: UnitKernels, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
@@ -131,7 +131,7 @@ class HeadGather(GatherCall):
         )
         seen_before = all(mask.is_cached(key) for mask in masks)
         in_order = not seen_before or measuring()  # the first section builds tables that the others reuse
-        with watching(self.memory, kernels.pass_name, device) as watched, JoinAfterError(self.memory):
+        with watching(self.areas, kernels.pass_name, device) as watched, JoinAfterError(self.areas):
             with waiting(device):
                 markers = kernels.gathered.publish(k, v, self.impl, self.number)
             run_units(kernels, *markers, watched, in_order)
@@ -188,7 +188,7 @@ class UnitPipeline:
     def __init__(
         self, kernels: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
     ) -> None:
-        self.kernels, self.gathered, self.memory, self.watched = kernels, kernels.gathered, kernels.call.memory, watched
+        self.kernels, self.gathered, self.areas, self.watched = kernels, kernels.gathered, kernels.call.areas, watched
         self.start, self.arrived, self.in_order = start, arrived, in_order
         self.to_pull = iter(kernels.sizes.travelling[1:])
         self.computed: list[Marker] = []
@@ -196,7 +196,7 @@ class UnitPipeline:
         self.returns: list[Marker] = []
         self.section_ends: dict[int, Marker] = {}
         self.dq_casts: list[Marker] = []
-        self.has_barriers = transport_name(self.memory) == "copy_engine"  # messages order the ranks without any
+        self.has_barriers = transport_name(self.areas) == "copy_engine"  # messages order the ranks without any
         if self.has_barriers:
             self.reach(arrived, "for all ranks to begin")
         else:
@@ -204,7 +204,7 @@ class UnitPipeline:
 
     def reach(self, marker: Marker, what: str, *values: object) -> None:
         """Tell the watchdog of a marker; arguments as `CallInFlight.reach`."""
-        self.memory.run_on_host(_reach, self.watched, marker, what, *values)
+        self.areas.run_on_host(_reach, self.watched, marker, what, *values)
 
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
         """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.
@@ -217,9 +217,7 @@ class UnitPipeline:
             if unit.block == 0:
                 freed = [self.section_ends[unit.section - 2]] if unit.section > 1 else []
                 after = [self.start, *queries, *freed]
-                needed.append(
-                    self.memory.run_in_lane("begin", partial(kernels.begin, unit.section), after, urgent=True)
-                )
+                needed.append(self.areas.run_in_lane("begin", partial(kernels.begin, unit.section), after, urgent=True))
             needed += kernels.gradient_return.freed(index, self.returns)
         return needed
 
@@ -227,7 +225,7 @@ class UnitPipeline:
         """Launch the kernel of a unit in the lane of its section."""
         lane = _lane_of(unit)
         after = [self.start, *(self.computed[-1:] if self.in_order else [])]
-        end = self.memory.run_in_lane(lane, partial(self.kernels.compute, index, *needed), after)
+        end = self.areas.run_in_lane(lane, partial(self.kernels.compute, index, *needed), after)
         self.computed.append(end)
         self.last_in_lane[lane] = end
         self.reach(end, "for {}", self.kernels.sizes.name(unit))
@@ -243,13 +241,13 @@ class UnitPipeline:
         final, last_section = unit.block == len(kernels.sizes.blocks) - 1, len(kernels.sizes.heads) - 1
         cast_here = unit.section >= last_section - 1
         finish = kernels.finish if final and not cast_here else kernels.return_gradients
-        end = self.memory.run_in_lane("end", partial(finish, index), self.computed[-1:], urgent=True)
+        end = self.areas.run_in_lane("end", partial(finish, index), self.computed[-1:], urgent=True)
         self.returns.append(end)
         self.reach(end, "for the gradients of {}", kernels.sizes.name(unit))
         if final:
             self.section_ends[unit.section] = end
             if cast_here:
-                cast = self.memory.run_in_lane(_lane_of(unit), partial(kernels.finish_queries, unit.section), [])
+                cast = self.areas.run_in_lane(_lane_of(unit), partial(kernels.finish_queries, unit.section), [])
                 self.dq_casts.append(cast)
 
     def join(self, pulled: Marker) -> None:
@@ -261,10 +259,10 @@ class UnitPipeline:
             self.kernels, BackwardUnits
         ):  # "begin" allocated dQ and the statistics, which are freed on return
             after = [*self.dq_casts, *self.returns[-1:]]
-            markers.append(self.memory.run_in_lane("begin", _do_nothing, after, urgent=True))
-        self.memory.wait(*(self.dq_casts or self.last_in_lane.values()))
+            markers.append(self.areas.run_in_lane("begin", _do_nothing, after, urgent=True))
+        self.areas.wait(*(self.dq_casts or self.last_in_lane.values()))
         with waiting(self.gathered.device):
-            self.memory.wait(*markers)
+            self.areas.wait(*markers)
 
 
 def _lane_of(unit: Unit) -> str:

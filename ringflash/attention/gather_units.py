@@ -32,7 +32,7 @@ class GatherCall:
 
     Args:
         blocks: keys that this rank needs, a block at a time.
-        memory: areas of the group.
+        areas: those of the group.
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
         rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
@@ -40,7 +40,7 @@ class GatherCall:
     """
 
     blocks: tuple[KeyBlock, ...]
-    memory: GroupAreas
+    areas: GroupAreas
     impl: str
     softmax_scale: float
     deterministic: bool
@@ -76,7 +76,7 @@ class UnitKernels:
         unit = self.sizes.units[index]
         self.prepare(unit)
         with waiting(self.gathered.device):
-            self.call.memory.wait(*needed)
+            self.call.areas.wait(*needed)
         if unit.block in self.seen:
             with profiler_range(f"ringflash::{self.pass_name}_section{unit.section}"):
                 self._launch(index, unit)
@@ -104,7 +104,7 @@ class ForwardUnits(UnitKernels):
         self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
         self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
         self.forward = self.sizes.kv_format.forward_kernel(self.kernel)
-        self.options = kernel_options(call.impl, transport_name(call.memory), q.device)
+        self.options = kernel_options(call.impl, transport_name(call.areas), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
 
@@ -112,7 +112,7 @@ class ForwardUnits(UnitKernels):
         """Round the queries of a section, once for all its blocks."""
         if unit.block == 0:
             with waiting(self.gathered.device):
-                self.call.memory.wait(*self.call.queries_arrived)
+                self.call.areas.wait(*self.call.queries_arrived)
             self.queries[unit.section] = self.sizes.kv_format.pack_queries(self.q[unit.section], self.kernel)
 
     def _launch(self, index: int, unit: Unit) -> None:

@@ -119,7 +119,7 @@ class GatheredKV:
 
     Args:
         sizes: units of the pass.
-        memory: areas of the group.
+        areas: those of the group.
         own: (elements,), K/V in this rank's area, dtype of the format.
         words: numbers of this call on this rank and on the owners.
         keys_values: by unit: K and V, each (batch, keys of the block, heads of the section, head_dim), or the records.
@@ -130,7 +130,7 @@ class GatheredKV:
     """
 
     sizes: PassSizes
-    memory: GroupAreas
+    areas: GroupAreas
     own: Tensor
     words: CallWords
     keys_values: list[tuple[Tensor, ...]]
@@ -142,7 +142,7 @@ class GatheredKV:
     @classmethod
     def of(
         cls,
-        memory: GroupAreas,
+        areas: GroupAreas,
         blocks: tuple[KeyBlock, ...],
         k: Tensor,
         num_heads: int,
@@ -152,7 +152,7 @@ class GatheredKV:
         """Reserve the memory of a pass, and list its transfers.
 
         Args:
-            memory: areas of the group; every rank makes the same calls with tensors of the same shapes.
+            areas: those of the group; every rank makes the same calls with tensors of the same shapes.
             blocks, heads: as `PassSizes`.
             k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
             num_heads: heads of q.
@@ -162,26 +162,26 @@ class GatheredKV:
         batch, rows, num_kv_heads, _ = k.shape
         shape = KVShape(batch, rows, num_kv_heads, sum(kv_format.head_dims) // 2)
         sizes = PassSizes(blocks, heads, shape, num_heads // num_kv_heads, kv_format)
-        areas = _map_areas(memory, sizes)
-        own = areas[memory.rank]
+        mapped = _map_areas(areas, sizes)
+        own = mapped[areas.rank]
         assert own.number is not None and own.flat is not None and own.by_section is not None
-        words = CallWords(own.number, [owner for owner in areas if owner != memory.rank], k.device)
+        words = CallWords(own.number, [owner for owner in mapped if owner != areas.rank], k.device)
         if sizes.buffered:
-            targets = _buffers(sizes, own.by_section, memory.num_buffers, k.device)
+            targets = _buffers(sizes, own.by_section, areas.num_buffers, k.device)
         else:
             targets = [lines[:, kv_format.line_slice(0, blocks[0].num_rows)] for lines in own.by_section]
         unit_transfers = [
-            memory.make_transfer(
-                _incoming(sizes, unit, target, areas, words, memory.rank),
-                _outgoing(sizes, unit, own.by_section[unit.section], words, memory.rank),
+            areas.make_transfer(
+                _incoming(sizes, unit, target, mapped, words, areas.rank),
+                _outgoing(sizes, unit, own.by_section[unit.section], words, areas.rank),
                 f"K/V of {sizes.name(unit)}",
             )
             for unit, target in zip(sizes.units, targets, strict=True)
         ]
-        head_offsets, line_map = _head_offsets(sizes).to(k.device), _line_map(sizes, memory.rank).to(k.device)
+        head_offsets, line_map = _head_offsets(sizes).to(k.device), _line_map(sizes, areas.rank).to(k.device)
         records = _records(sizes, head_offsets, line_map) if kv_format.rounded else []
         keys_values = [kv_format.unpack(target) for target in targets]
-        return cls(sizes, memory, own.flat, words, keys_values, unit_transfers, head_offsets, line_map, records)
+        return cls(sizes, areas, own.flat, words, keys_values, unit_transfers, head_offsets, line_map, records)
 
     @property
     def device(self) -> torch.device:
@@ -205,16 +205,16 @@ class GatheredKV:
         Returns:
             end of this work, after which the others may be pulled, and arrival of the first unit.
         """
-        self.memory.run(self.words.write, number, commands=self.words.write_commands)
+        self.areas.run(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
         if not self.begins_in_lane:
-            self.memory.barrier(BEGIN)
-        start = self.memory.mark()
+            self.areas.barrier(BEGIN)
+        start = self.areas.mark()
         arrived = self.pull(self.sizes.travelling[0], start, [])
         if len(self.sizes.published) > 1:
             self._publish(k, v, impl, 1)
-            self.memory.barrier(PUBLISHED)
-            start = self.memory.mark()
+            self.areas.barrier(PUBLISHED)
+            start = self.areas.mark()
         return start, arrived
 
     def _publish(self, k: Tensor, v: Tensor, impl: str, part: int) -> None:
@@ -236,33 +236,33 @@ class GatheredKV:
         """
         transfer = self.sizes.units[index].transfer
         assert transfer is not None
-        before = transfer - self.memory.num_buffers
+        before = transfer - self.areas.num_buffers
         used = [computed[self.sizes.travelling[before]]] if self.sizes.buffered and before >= 0 else []
 
         def move() -> None:
             if transfer == 0 and self.begins_in_lane:
-                self.memory.barrier(BEGIN)
+                self.areas.barrier(BEGIN)
             self.transfers[index]()
 
-        return self.memory.run_in_lane("pull", move, [start, *used], urgent=True)
+        return self.areas.run_in_lane("pull", move, [start, *used], urgent=True)
 
     def all_pulled(self, number: CallNumber) -> Marker:
         """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.
 
         The host also receives the numbers of the peers' calls.
         """
-        on_host = self.memory.run_on_host(self.words.for_host, number)
+        on_host = self.areas.run_on_host(self.words.for_host, number)
 
         def end() -> None:
             if on_host is not None:
                 commands = partial(self.words.send_commands, on_host)
-                self.memory.run(self.words.send_to_host, on_host, commands=commands)
-            self.memory.barrier(PULLED)
+                self.areas.run(self.words.send_to_host, on_host, commands=commands)
+            self.areas.barrier(PULLED)
 
-        marker = self.memory.run_in_lane("pull", end, [], urgent=True)
+        marker = self.areas.run_in_lane("pull", end, [], urgent=True)
         if on_host is not None:
-            expect = partial(self.words.expect, self.memory.group, self.memory.members)
-            self.memory.run_on_host(expect, number, marker, on_host)
+            expect = partial(self.words.expect, self.areas.group, self.areas.members)
+            self.areas.run_on_host(expect, number, marker, on_host)
         return marker
 
 
@@ -275,22 +275,22 @@ def split_heads(
     return tuple(part.view(*leading, count, *line) for part, count in zip(parts, heads, strict=True))
 
 
-def _map_areas(memory: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
+def _map_areas(areas: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
     """Reserve the area, and return the views of those of all owners, by rank."""
     kv_format, leading = sizes.kv_format, (sizes.shape.batch, sizes.area_lines)
     dtype, size = kv_format.dtype, math.prod(leading) * sizes.shape.heads * kv_format.line_elements
     num_bytes = HEADER_BYTES + size * dtype.itemsize
-    memory.reserve("kv", num_bytes)
-    areas = {}
+    areas.reserve("kv", num_bytes)
+    mapped = {}
     for owner in sorted({segment.owner for block in sizes.blocks for segment in block.segments}):
-        area = memory.view("kv", owner, (num_bytes,), torch.uint8)
+        area = areas.view("kv", owner, (num_bytes,), torch.uint8)
         if area is None:
-            areas[owner] = OwnerArea(None, None, None)
+            mapped[owner] = OwnerArea(None, None, None)
         else:
             flat = area[HEADER_BYTES:].view(dtype)
             by_section = split_heads(flat, leading, sizes.heads, kv_format.line_shape)
-            areas[owner] = OwnerArea(call_word_of(area), flat, by_section)
-    return areas
+            mapped[owner] = OwnerArea(call_word_of(area), flat, by_section)
+    return mapped
 
 
 def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device: torch.device) -> list[Tensor]:
@@ -319,7 +319,7 @@ def _buffers(sizes: PassSizes, own: tuple[Tensor, ...], num_buffers: int, device
 
 
 def _incoming(
-    sizes: PassSizes, unit: Unit, target: Tensor, areas: dict[int, OwnerArea], words: CallWords, rank: int
+    sizes: PassSizes, unit: Unit, target: Tensor, mapped: dict[int, OwnerArea], words: CallWords, rank: int
 ) -> list[Incoming]:
     """List the tensors that arrive for a unit; with the first section of a block also the numbers of the calls."""
     block, line_slice = sizes.blocks[unit.block], sizes.kv_format.line_slice
@@ -327,13 +327,13 @@ def _incoming(
     incoming = []
     for pull in transfers.key_pulls(block, rank, buffered=sizes.buffered, own_in_place=own_in_place):
         peer, peer_lines = pull.peer, line_slice(pull.peer_row, pull.num_rows)
-        of_peer = areas[peer].by_section
+        of_peer = mapped[peer].by_section
         for index, sequence in enumerate(target):
             source = None if of_peer is None else of_peer[unit.section][index, peer_lines]
             incoming.append(Incoming(sequence[line_slice(pull.row, pull.num_rows)], peer, source))
     if unit.section == 0:
         owners = transfers.owners(block, rank)
-        incoming += [Incoming(words.arrival_of(owner), owner, areas[owner].number) for owner in owners]
+        incoming += [Incoming(words.arrival_of(owner), owner, mapped[owner].number) for owner in owners]
         incoming.sort(key=lambda pull: transfers.nearest_first(pull.rank, rank))
     return incoming
 

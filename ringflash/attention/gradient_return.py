@@ -27,7 +27,7 @@ class GradientReturn:
 
     Args:
         sizes: units of the backward.
-        memory: areas of the group.
+        areas: those of the group.
         num_buffers: buffers of gradients that kernels write and owners read, used in rotation.
         batches: transfers whose gradients return together, by the last one of them.
         kernel_grads: by unit: dK and dV, each (batch, keys of the block, heads of the section, head_dim), fp32.
@@ -39,7 +39,7 @@ class GradientReturn:
     """
 
     sizes: PassSizes
-    memory: GroupAreas
+    areas: GroupAreas
     num_buffers: int
     batches: dict[int, tuple[int, ...]]
     kernel_grads: list[tuple[Tensor, ...]]
@@ -56,11 +56,11 @@ class GradientReturn:
             gathered: K/V of the same call.
             k: (batch, seqlen_local, num_kv_heads, head_dim); only its dtype is used.
         """
-        sizes, memory = gathered.sizes, gathered.memory
-        rank, batch, dtype, device = memory.rank, sizes.shape.batch, state_dtype(k.dtype), gathered.device
+        sizes, areas = gathered.sizes, gathered.areas
+        rank, batch, dtype, device = areas.rank, sizes.shape.batch, state_dtype(k.dtype), gathered.device
         units = [sizes.units[index] for index in sizes.travelling]  # by transfer
         num_buffers = _num_buffers(sizes)
-        areas = _map_areas(memory, sizes, units, num_buffers, dtype)
+        mapped = _map_areas(areas, sizes, units, num_buffers, dtype)
         arriving = [transfers.arriving_rows(block, rank, batch) for block in sizes.blocks]
         received_rows = [sum(rows) for rows in arriving]
         most = max(received_rows[unit.block] * sizes.heads[unit.section] for unit in units)
@@ -75,7 +75,7 @@ class GradientReturn:
                 continue
             count = (sizes.heads[unit.section],)
             arrived = split_heads(received, (received_rows[unit.block],), count, (sizes.line,))[0]
-            buffers = _unit_buffers(sizes, unit, areas, unit.transfer % num_buffers, rank)
+            buffers = _unit_buffers(sizes, unit, mapped, unit.transfer % num_buffers, rank)
             own = buffers[rank]
             assert own is not None
             sums.append((own_sums[unit.section] if own_sums else own, arrived))
@@ -85,12 +85,12 @@ class GradientReturn:
             listed.append((pulls, sends, f"dK/dV of {sizes.name(unit)}"))
         return cls(
             sizes,
-            memory,
+            areas,
             num_buffers,
             {batch[-1]: batch for batch in sections.return_batches(len(units), num_buffers)},
             kernel_grads,
             sums,
-            [memory.make_transfer(*transfer) for transfer in listed],
+            [areas.make_transfer(*transfer) for transfer in listed],
             [
                 _sources(block, rank, rows, sizes.shape.rows).to(device)
                 for block, rows in zip(sizes.blocks, arriving, strict=True)
@@ -123,11 +123,11 @@ class GradientReturn:
         last = units[index].transfer
         batch = () if last is None else self.batches.get(last, ())
         if batch:
-            self.memory.barrier(READY)
+            self.areas.barrier(READY)
         for transfer in batch:
             self.transfers[transfer]()
             if transfer == last and batch[0] + self.num_buffers < len(travelling):
-                self.memory.barrier(FREE)  # the last buffers are free after the next call's BEGIN
+                self.areas.barrier(FREE)  # the last buffers are free after the next call's BEGIN
             unit, (own, arrived) = units[travelling[transfer]], self.sums[transfer]
             final = unit.block == len(self.sizes.blocks) - 1
             sums = (dk[unit.section], dv[unit.section]) if final else own.split(self.sizes.kv_format.head_dims, 3)
@@ -142,16 +142,16 @@ def _num_buffers(sizes: PassSizes) -> int:
 
 
 def _map_areas(
-    memory: GroupAreas, sizes: PassSizes, units: list[Unit], num_buffers: int, dtype: torch.dtype
+    areas: GroupAreas, sizes: PassSizes, units: list[Unit], num_buffers: int, dtype: torch.dtype
 ) -> dict[int, tuple[Tensor, ...] | None]:
     """Reserve the buffers of gradients, and return views of this rank's and its readers'; None if not mapped."""
     row = sizes.shape.batch * sizes.line
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
     elements = list(buffer_sizes(needed, num_buffers))
-    memory.reserve("dkv", sum(elements) * dtype.itemsize)
-    readers = {reader for block in sizes.blocks for reader in transfers.readers(block, memory.rank)}
-    areas = {rank: memory.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, memory.rank}}
-    return {rank: None if area is None else area.split(elements) for rank, area in areas.items()}
+    areas.reserve("dkv", sum(elements) * dtype.itemsize)
+    readers = {reader for block in sizes.blocks for reader in transfers.readers(block, areas.rank)}
+    mapped = {rank: areas.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, areas.rank}}
+    return {rank: None if area is None else area.split(elements) for rank, area in mapped.items()}
 
 
 def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -167,12 +167,12 @@ def _own_sums(sizes: PassSizes, dtype: torch.dtype, device: torch.device) -> lis
 
 
 def _unit_buffers(
-    sizes: PassSizes, unit: Unit, areas: dict[int, tuple[Tensor, ...] | None], index: int, rank: int
+    sizes: PassSizes, unit: Unit, mapped: dict[int, tuple[Tensor, ...] | None], index: int, rank: int
 ) -> dict[int, Tensor | None]:
     """Return the buffer of a unit on this rank and on its readers, (batch, rows, heads, line); None if not mapped."""
     block, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
     leading = sizes.shape.batch, block.capacity
-    buffers = {peer: areas[peer] for peer in (*transfers.readers(block, rank), rank)}
+    buffers = {peer: mapped[peer] for peer in (*transfers.readers(block, rank), rank)}
     return {
         peer: None if area is None else split_heads(area[index], leading, heads, (sizes.line,))[0]
         for peer, area in buffers.items()

@@ -53,7 +53,7 @@ class HeadExchange:
     """All-to-alls of heads in one pass of a call: of its inputs to the host, and of its results to the ranks.
 
     Args:
-        memory: areas of the ranks of the host.
+        areas: those of the ranks of the host.
         members: these ranks in the group.
         channel: transport under which the watchdog counts this call.
         layout: layout of the rows.
@@ -62,10 +62,10 @@ class HeadExchange:
     """
 
     def __init__(
-        self, memory: GroupAreas, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
+        self, areas: GroupAreas, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
         number: CallNumber,
     ) -> None:  # fmt: skip
-        self.memory, self.members, self.channel = memory, members, channel
+        self.areas, self.members, self.channel = areas, members, channel
         self.pass_name, self.number = pass_name, number
         self.num_chunks = chunks_of_rank(layout)
 
@@ -79,7 +79,7 @@ class HeadExchange:
                 are overwritten by the next exchange.
             arrived: marker that readers of `rest` must wait for.
         """
-        size, memory, device = len(self.members), self.memory, first[0].device
+        size, areas, device = len(self.members), self.areas, first[0].device
         shares = [Share(x.shape[0], x.shape[1], x.shape[2] // size, x.shape[3], x.dtype) for x in (*first, *rest)]
         all_to_all = self._all_to_all("heads", shares, len(first), device)
         words = all_to_all.words
@@ -87,11 +87,11 @@ class HeadExchange:
         all_to_all.fill(*first, *rest)
         with watching(self.channel, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
-            arrived = memory.run_in_lane("pull", all_to_all.transfers[1], [], urgent=True)
+            arrived = areas.run_in_lane("pull", all_to_all.transfers[1], [], urgent=True)
             on_host = words.for_host(self.number)
             if on_host is not None:
                 words.send_to_host(on_host)
-                words.expect(memory.group, self.members, self.number, memory.mark(), on_host)
+                words.expect(areas.group, self.members, self.number, areas.mark(), on_host)
         tensors = all_to_all.arrived()
         return tensors[: len(first)], tensors[len(first) :], arrived
 
@@ -109,16 +109,16 @@ class HeadExchange:
         """Run the barrier and the first transfer in a lane, which batched copies need, and wait for them."""
 
         def move() -> None:
-            self.memory.barrier(BEGIN)
+            self.areas.barrier(BEGIN)
             all_to_all.transfers[0]()
 
-        moved = self.memory.run_in_lane("pull", move, [self.memory.mark()], urgent=True)
+        moved = self.areas.run_in_lane("pull", move, [self.areas.mark()], urgent=True)
         watched.reach(moved, "for {} of the ranks {} of its host", all_to_all.area, self.members)
-        self.memory.wait(moved)
+        self.areas.wait(moved)
 
     def _all_to_all(self, area: str, shares: list[Share], num_first: int, device: torch.device) -> AllToAll:
         arguments = len(self.members), area, self.num_chunks, tuple(shares), num_first, device
-        return self.memory.cached(arguments, (area,), lambda: AllToAll(self.memory, *arguments))
+        return self.areas.cached(arguments, (area,), lambda: AllToAll(self.areas, *arguments))
 
 
 class AllToAll:
@@ -130,7 +130,7 @@ class AllToAll:
     are in descending order of ranks.
 
     Args:
-        memory: areas of the ranks of the host.
+        areas: those of the ranks of the host.
         size: number of these ranks.
         area: "heads" or "rows".
         num_chunks: chunks of a rank.
@@ -139,31 +139,31 @@ class AllToAll:
     """
 
     def __init__(
-        self, memory: GroupAreas, size: int, area: str, num_chunks: int, shares: tuple[Share, ...], num_first: int,
+        self, areas: GroupAreas, size: int, area: str, num_chunks: int, shares: tuple[Share, ...], num_first: int,
         device: torch.device,
     ) -> None:  # fmt: skip
         self.size, self.num_chunks, self.shares = size, num_chunks, shares
         self.area, self.to_host = area, area == "heads"
         num_bytes = area_bytes(size, shares)
-        memory.reserve(area, num_bytes)
-        areas = {peer: memory.view(area, peer, (num_bytes,), torch.uint8) for peer in range(size)}
-        own = areas[memory.rank]
+        areas.reserve(area, num_bytes)
+        mapped = {peer: areas.view(area, peer, (num_bytes,), torch.uint8) for peer in range(size)}
+        own = mapped[areas.rank]
         assert own is not None
         self.received = self._tensors(buffer("heads", (num_bytes,), torch.uint8, device), not self.to_host)
         self.own = self._tensors(own, self.to_host)
-        self.words = CallWords(call_word_of(own), [peer for peer in areas if peer != memory.rank], device)
-        self.transfers = self._list_transfers(memory, areas, num_first)
+        self.words = CallWords(call_word_of(own), [peer for peer in mapped if peer != areas.rank], device)
+        self.transfers = self._list_transfers(areas, mapped, num_first)
 
     def _list_transfers(
-        self, memory: GroupAreas, areas: dict[int, Tensor | None], num_first: int
+        self, areas: GroupAreas, mapped: dict[int, Tensor | None], num_first: int
     ) -> list[Callable[[], None]]:
         """List both transfers: that of the first tensors and the call numbers, and that of the other tensors."""
-        rank, size = memory.rank, self.size
+        rank, size = areas.rank, self.size
         peers = [*range(rank + 1, size), *range(rank), rank]  # from the next rank on; own copies need SMs, so last
         pulls: tuple[list[Incoming], list[Incoming]] = [], []
         sends: tuple[list[Outgoing], list[Outgoing]] = [], []
         for peer in peers:
-            theirs = areas[peer]
+            theirs = mapped[peer]
             sources = None if theirs is None else self._tensors(theirs, self.to_host)
             for index, target in enumerate(self.received):
                 later, targets = index >= num_first, self._chunks_of(target, peer, not self.to_host)
@@ -178,7 +178,7 @@ class AllToAll:
                 number = None if theirs is None else call_word_of(theirs)
                 pulls[0].append(Incoming(self.words.arrival_of(peer), peer, number))
                 sends[0].append(Outgoing(self.words.own, peer))
-        return [memory.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]
+        return [areas.make_transfer(*both, f"exchanged {self.area}") for both in zip(pulls, sends, strict=True)]
 
     def fill(self, *tensors: Tensor) -> None:
         """Write this rank's tensors to its area."""

@@ -165,11 +165,11 @@ class CallPlan:
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
             return rail._open_ring(rail._open_channel(), shape, call)
-        memory = open_exchange_areas(group, split, shape.device)
+        areas = open_exchange_areas(group, split, shape.device)
         channel, members = rail._open_channel(), split.host_of(group.rank())
-        counted = whole_transport(memory if channel is None else channel)
+        counted = whole_transport(areas if channel is None else channel)
         attention = rail._open_ring(channel, shape, call)
-        return Ulysses(attention, memory, members, counted, self.options.layout, call)
+        return Ulysses(attention, areas, members, counted, self.options.layout, call)
 
     def _open_channel(self) -> Transport | None:
         """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
@@ -183,9 +183,9 @@ class CallPlan:
         options = self.options
         kernel_options = self.impl, options.scale, options.deterministic
         if channel is not None and self.algorithm is Algorithm.GATHER:
-            memory = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
+            areas = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_per_line > 1
-            return HeadGather(self.key_blocks(shape), memory, *kernel_options, call, rounded)
+            return HeadGather(self.key_blocks(shape), areas, *kernel_options, call, rounded)
         assert channel is None or isinstance(channel, PointToPoint)
         hops = self.schedule
         cuda_graphs.keep_if_captured(hops, shape.device)

@@ -68,7 +68,7 @@ class Ulysses:
 
     Args:
         attention: attention over this rank's rail, of the rows of the host and a share of the heads.
-        memory: areas of the ranks of this host.
+        areas: those of the ranks of this host.
         members: these ranks in the group.
         channel: transport of the rail, or of the host if there is only one.
         layout: layout of the rows.
@@ -76,7 +76,7 @@ class Ulysses:
     """
 
     attention: Attention
-    memory: GroupAreas
+    areas: GroupAreas
     members: tuple[int, ...]
     channel: Transport
     layout: str
@@ -86,7 +86,7 @@ class Ulysses:
         """Compute attention as `RingOfHops.forward` does."""
         shared = self._shared(q, k)
         exchange = self._exchange("forward")
-        with JoinAfterError(self.memory):
+        with JoinAfterError(self.areas):
             (k, v), (q,), arrived = exchange.to_host([_spread(x, shared) for x in (k, v)], [q])
             largest = None if row_max is None else row_max.new_empty(q.shape[0], q.shape[2], q.shape[1])
             out, lse = self._attention(q.device, arrived).forward(q, k, v, largest)
@@ -105,7 +105,7 @@ class Ulysses:
         given = [x is not None for x in (dlse, row_max)]
         statistics = [_with_rows_first(x) for x in (lse, dlse, row_max) if x is not None]
         first = [*(_spread(x, shared) for x in (k, v)), *statistics]
-        with JoinAfterError(self.memory):
+        with JoinAfterError(self.areas):
             (k, v, *statistics), (q, dout, out), arrived = exchange.to_host(first, [q, dout, out])
             rest = map(_with_heads_first, statistics)
             lse = next(rest)
@@ -117,20 +117,20 @@ class Ulysses:
 
     def num_posted(self) -> int:
         """Barriers and batches of messages that this rank has posted, of all kinds."""
-        return sum(transport.num_posted for transport in {whole_transport(self.memory), self.channel})
+        return sum(transport.num_posted for transport in {whole_transport(self.areas), self.channel})
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
 
     def _exchange(self, pass_name: str) -> HeadExchange:
-        return HeadExchange(self.memory, self.members, self.channel, self.layout, pass_name, self.number)
+        return HeadExchange(self.areas, self.members, self.channel, self.layout, pass_name, self.number)
 
     def _attention(self, device: torch.device, arrived: Marker) -> Attention:
         """Return attention over the rail. Only kernels of an all-gather by heads wait for queries by themselves."""
         if isinstance(self.attention, HeadGather):
             return replace(self.attention, queries_arrived=(arrived,))
         with waiting(device):
-            self.memory.wait(arrived)
+            self.areas.wait(arrived)
         return self.attention
 
 

@@ -212,16 +212,16 @@ def test_no_rank_gathers_into_more_than_was_said(problem: Problem, turns: bool) 
     k = torch.empty(1, ranks[0].mask.seqlen_q, 4, 2, dtype=torch.bfloat16)
     said = set()
     for rank, block in enumerate(ranks):
-        memory = messages(rank, k)
+        areas = messages(rank, k)
         with (
             mock.patch.object(sections, "MAX_UNBUFFERED_KV_BYTES", whole),
             mock.patch.object(sections, "choose_sections", lambda *_: chosen),
             mock.patch.object(buffers, "_storage", {}),
         ):
             said.add(sections.gather_bytes(sections.GatherSizes.of([block], k.shape, 4, k.dtype)))
-            ways = [gathered_buffers.GatheredKV.of(memory, (block,), k, 4, heads) for heads in chosen]
+            ways = [gathered_buffers.GatheredKV.of(areas, (block,), k, 4, heads) for heads in chosen]
             gradient_return.GradientReturn.of(ways[1], k)
-            assert memory.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
+            assert areas.num_bytes() + buffers.buffer_bytes() - 2 * k.nbytes * turns <= max(said)
     assert len(said) == 1
 
 

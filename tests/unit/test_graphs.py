@@ -93,8 +93,8 @@ class Handle:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
-    """The memory of a group of one, its areas on the CPU."""
+def areas(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
+    """Areas of a group of one, on the CPU."""
     monkeypatch.setattr(
         _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
     )
@@ -112,44 +112,44 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("messages", [True, False])
 def test_captured_areas_outlive_their_growth(
-    capture: Capture, memory: CopyEngine | NcclGather, messages: bool, captured: bool
+    capture: Capture, areas: CopyEngine | NcclGather, messages: bool, captured: bool
 ) -> None:
-    memory = NcclGather(mock.Mock(rank=0, members=()), CPU) if messages else memory
-    memory.reserve("kv", 16)
-    old = [memory._areas["kv"], *([] if messages else [memory._handles["kv"]])]  # type: ignore[union-attr]
+    areas = NcclGather(mock.Mock(rank=0, members=()), CPU) if messages else areas
+    areas.reserve("kv", 16)
+    old = [areas._areas["kv"], *([] if messages else [areas._handles["kv"]])]  # type: ignore[union-attr]
     capture.on = captured
-    views = memory.cached("views", ("kv",), lambda: ["of the area"])
+    views = areas.cached("views", ("kv",), lambda: ["of the area"])
     capture.on = False
-    memory.reserve("kv", 32)
-    assert memory.cached("views", ("kv",), lambda: ["of the new one"]) is not views
+    areas.reserve("kv", 32)
+    assert areas.cached("views", ("kv",), lambda: ["of the new one"]) is not views
     held = {id(thing) for thing in cuda_graphs._held.values()}
     assert held == ({id(views), *map(id, old)} if captured else set())
 
 
-def test_an_area_that_grew_is_held_no_more(capture: Capture, memory: CopyEngine) -> None:
-    memory.reserve("kv", 16)
+def test_an_area_that_grew_is_held_no_more(capture: Capture, areas: CopyEngine) -> None:
+    areas.reserve("kv", 16)
     capture.on = True
-    memory.cached("views", ("kv",), lambda: ["of the area"])
+    areas.cached("views", ("kv",), lambda: ["of the area"])
     capture.on = False
     for size in (32, 64):
-        memory.reserve("kv", size)
+        areas.reserve("kv", size)
     assert [held.nbytes for held in cuda_graphs.held_tensors()] == [16]
 
 
-def test_a_captured_forward_keeps_its_barriers(capture: Capture, memory: CopyEngine) -> None:
+def test_a_captured_forward_keeps_its_barriers(capture: Capture, areas: CopyEngine) -> None:
     """Its graph holds the address of their pad, whichever areas the calls between two replays have grown."""
     for name, size in (("kv", 16), ("dkv", 16), ("kv", 32)):  # "dkv" is then the oldest area
-        memory.reserve(name, size)
+        areas.reserve(name, size)
     used = []
     with mock.patch.object(Handle, "barrier", lambda pad, *_: used.append(ref(pad))):
         capture.on = True
-        memory.cached("forward", ("kv",), lambda: ["views"])
-        memory.barrier(BEGIN)
+        areas.cached("forward", ("kv",), lambda: ["views"])
+        areas.barrier(BEGIN)
         capture.on = False
-        memory.reserve("dkv", 64)
-        memory.reserve("kv", 64)
+        areas.reserve("dkv", 64)
+        areas.reserve("kv", 64)
         gc.collect()
-        memory.barrier(BEGIN)
+        areas.barrier(BEGIN)
     assert used[0]() is not None and used[0]() is used[1]()
 
 
@@ -360,12 +360,12 @@ def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -
             waits.append((self.name, other.name))
 
     captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
-    memory = object.__new__(CopyEngine)
-    memory._lanes, memory._device, memory.entered = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    areas = object.__new__(CopyEngine)
+    areas._lanes, areas._device, areas.entered = {"pull": captured, "even": other}, CPU, caller  # type: ignore
     monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
-    memory.join()
+    areas.join()
     assert waits == [("caller", "pull"), ("pull", "caller")]
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: False)
-    memory.join()
+    areas.join()
     assert len(waits) == 2 + 4

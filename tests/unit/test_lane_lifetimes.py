@@ -134,14 +134,14 @@ def allocations(streams: Streams) -> Iterator[Allocations]:
         made.look()
 
 
-def memory_of_messages() -> NcclGather:
-    """The memory of rank 0 of 2, which receives nothing."""
+def areas_of_messages() -> NcclGather:
+    """Areas of rank 0 of 2, which receives nothing."""
     channel = SimpleNamespace(name="gloo", rank=0, group=None, members=(), post=lambda *_: Pending([]), num_posted=0)
     return NcclGather(cast(PointToPoint, channel), torch.device("cpu"))
 
 
 def passes(
-    memory: NcclGather, num_sections: int, impl: str = "reference", dims: tuple[int, int] = (16, 16),
+    areas: NcclGather, num_sections: int, impl: str = "reference", dims: tuple[int, int] = (16, 16),
     num_blocks: int = 1, **options: Any,
 ) -> None:  # fmt: skip
     """Run a forward and a backward of two query heads a section, with a gradient of lse. An OutOfMemory ends it."""
@@ -159,7 +159,7 @@ def passes(
     heads = (1,) * num_sections
     deterministic = options.pop("deterministic", False)
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
-        call = HeadGather(blocks, memory, impl, 1.0, deterministic, rounded=rounds(impl), **options)
+        call = HeadGather(blocks, areas, impl, 1.0, deterministic, rounded=rounds(impl), **options)
         out, lse = call.forward(q, k, v, row_max)
         call.backward(BackwardInputs(dout, torch.zeros_like(lse), q, k, v, out, lse, row_max))
 
@@ -179,12 +179,12 @@ KERNELS: dict[str, dict[str, Any]] = {
 
 def faults(streams: Streams, num_sections: int, kernel: str) -> set[str]:
     """Return what the second call frees too early; the first one builds tables, and runs its sections in order."""
-    memory = memory_of_messages()
+    areas = areas_of_messages()
     with allocations(streams) as made:
-        passes(memory, num_sections, **KERNELS[kernel])
+        passes(areas, num_sections, **KERNELS[kernel])
         made.faults.clear()  # of buffers that grow, for which the device is synchronised
-        passes(memory, num_sections, **KERNELS[kernel])
-        assert {"begin", "end", "even", "pull"} <= set(memory._lanes)
+        passes(areas, num_sections, **KERNELS[kernel])
+        assert {"begin", "end", "even", "pull"} <= set(areas._lanes)
     return made.faults
 
 
@@ -216,7 +216,7 @@ def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
 @pytest.mark.parametrize("failing", range(20))
 def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
     """A forward and backward of three sections, in which the work of a lane raises."""
-    issued, beside, memory = [], lanes.Lanes.run_in_lane, memory_of_messages()
+    issued, beside, areas = [], lanes.Lanes.run_in_lane, areas_of_messages()
 
     def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:
         issued.append(lane)
@@ -224,17 +224,17 @@ def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> Non
         return beside(self, lane, work, *args, **options)
 
     with mock.patch.object(lanes.Lanes, "run_in_lane", refused), pytest.raises(MemoryError):
-        passes(memory, 3)
+        passes(areas, 3)
     assert len(issued) == failing + 1
-    places = [cast(Any, lane) for lane in memory._lanes.values()]
+    places = [cast(Any, lane) for lane in areas._lanes.values()]
     assert all(one.is_after(other) for one in (streams.caller, *places) for other in places)
 
 
 def test_after_an_error_copies_of_heads_are_waited_for(streams: Streams) -> None:
     """Copies of the queries are on their way when there is no memory for attention between hosts."""
-    memory, full = memory_of_messages(), mock.Mock(**{"forward.side_effect": MemoryError("no memory left")})
-    call = Ulysses(full, memory, (0, 1), memory.channel, "zigzag", NO_NUMBER)
+    areas, full = areas_of_messages(), mock.Mock(**{"forward.side_effect": MemoryError("no memory left")})
+    call = Ulysses(full, areas, (0, 1), areas.channel, "zigzag", NO_NUMBER)
     q = torch.zeros(1, 8, 4, 16)
     with mock.patch.object(head_exchange, "watching", lambda *_: Unwatched()), pytest.raises(MemoryError):
         call.forward(q, q, q)
-    assert streams.caller.is_after(cast(Any, memory._lanes["pull"]))
+    assert streams.caller.is_after(cast(Any, areas._lanes["pull"]))

@@ -94,20 +94,20 @@ def small(family: str, **options: Any) -> dict[str, Any]:
 # The transport's buffers.
 
 
-def peer_memory(rank: int, num_buffers: int) -> mock.Mock:
+def peer_areas(rank: int, num_buffers: int) -> mock.Mock:
     """Return areas without memory, over which nothing moves."""
-    memory = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
-    memory.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
-    memory.cached.side_effect = lambda key, areas, make: make()
-    memory.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
-    return memory
+    areas = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
+    areas.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    areas.cached.side_effect = lambda key, names, make: make()
+    areas.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
+    return areas
 
 
-def held_bytes(memory: mock.Mock, use: Callable[[], object]) -> int:
+def held_bytes(areas: mock.Mock, use: Callable[[], object]) -> int:
     """Return the bytes of the areas and buffers that are made meanwhile."""
     buffers.release_buffers()
     use()
-    held = sum(dict(call.args for call in memory.reserve.call_args_list).values()) + buffers.buffer_bytes()
+    held = sum(dict(call.args for call in areas.reserve.call_args_list).values()) + buffers.buffer_bytes()
     buffers.release_buffers()
     return held
 
@@ -127,38 +127,38 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     impl = "reference_fp8" if rounds(job.impl) else "reference"
     call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
     shape = CallShape.of(q, k, v)
-    memory, blocks = peer_memory(rank, turns), call.key_blocks(shape)
+    areas, blocks = peer_areas(rank, turns), call.key_blocks(shape)
     kv_format = KVFormat.of(k, v, rounded=rounds(job.impl), for_backward=True)
     sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, kv_format.dtype)
 
     def gather() -> None:
         for sections in choose_sections(sizes, len(blocks)):
-            gathered = GatheredKV.of(memory, blocks, k, model.num_heads, sections, kv_format)
+            gathered = GatheredKV.of(areas, blocks, k, model.num_heads, sections, kv_format)
         GradientReturn.of(gathered, k)
-        carrying = mock.Mock(blocks=blocks, impl=impl, memory=None)
+        carrying = mock.Mock(blocks=blocks, impl=impl, areas=None)
         out, lse = q[..., : model.value_dim], torch.empty(1, model.num_heads, job.local_tokens, device="meta")
         ForwardUnits(carrying, gathered, q, out, lse, None)
 
-    return held_bytes(memory, gather)
+    return held_bytes(areas, gather)
 
 
 def exchanged_bytes(job: TrainingJob) -> int:
     """Bytes of the areas and the buffer of a rank that exchanges heads of a backward with seven others."""
-    memory, model = peer_memory(0, 2), job.model
+    areas, model = peer_areas(0, 2), job.model
     q, k = (
         torch.empty(1, job.local_tokens, heads, 128, dtype=torch.bfloat16, device="meta")
         for heads in (model.num_heads, model.num_kv_heads)
     )
     lse = torch.empty(1, model.num_heads, job.local_tokens, device="meta")
     rail: Any = SimpleNamespace(backward=lambda inputs: inputs[2:5])
-    call = Ulysses(rail, memory, tuple(range(8)), memory, "zigzag", NO_NUMBER)
+    call = Ulysses(rail, areas, tuple(range(8)), areas, "zigzag", NO_NUMBER)
 
     def exchange() -> None:
         grads = call.backward(BackwardInputs(q, None, q, k, k, q, lse))
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
     with mock.patch("ringflash.attention.head_exchange.watching", lambda *_: Unwatched()):
-        return held_bytes(memory, exchange)
+        return held_bytes(areas, exchange)
 
 
 def flat(job: TrainingJob, on_network: float = 1.0) -> Ring:

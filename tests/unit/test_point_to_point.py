@@ -113,7 +113,7 @@ def test_a_call_counts_its_messages_between_hosts(split: HostSplit) -> None:
         call = made.open(CallShape.of(q, q, q), NO_NUMBER)
     ring = call.attention if isinstance(call, Ulysses) else call
     before = call.num_posted()
-    moved = [ring.transport, call.memory.channel if isinstance(call, Ulysses) else None]
+    moved = [ring.transport, call.areas.channel if isinstance(call, Ulysses) else None]
     for channel in filter(None, moved):
         channel.post([], [])
     assert call.num_posted() - before == len([*filter(None, moved)]) > 0

@@ -32,12 +32,12 @@ class Recorder(TorchDispatchMode):
         problems: why the call cannot be repeated; empty: it can.
     """
 
-    def __init__(self, memory: Lanes, tensors: Tensors) -> None:
+    def __init__(self, areas: Lanes, tensors: Tensors) -> None:
         super().__init__()
         self.problems: list[str] = []
         self.slots = Slots(tensors, self.problems.append)  # no cycle, which would keep the tensors
         self._recorded: list[RecordedStep | RecordedEvent] = []
-        self._memory, self._first = memory, memory.current()
+        self._areas, self._first = areas, areas.current()
         self._entered = self._first
         self._made: dict[int, tuple[object, int]] = {}  # events, and results of `run_on_host`: each call makes its own
         self._seen_by_host: set[int] = set()  # events that the host queries
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
         slots = [self.slots.of_result(x) for x in results]
         if self.problems:
             return [], []
-        return repeated_steps(self._recorded, self._seen_by_host, self._memory, self._first), slots
+        return repeated_steps(self._recorded, self._seen_by_host, self._areas, self._first), slots
 
     def _run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Callable[[Repetition], Any]]:
         """Run work without observing it. Return its result, and the function that runs it in a repetition."""
@@ -192,10 +192,10 @@ class Recorder(TorchDispatchMode):
 
     def _enter(self) -> None:
         """Make the current stream that of a repetition, for what follows."""
-        stream = self._memory.current()
+        stream = self._areas.current()
         if stream != self._entered:
             self._entered = stream
-            self._add(Role.ENTER, enter_step(self._memory, stream))
+            self._add(Role.ENTER, enter_step(self._areas, stream))
 
     def _add_made(self, thing: object) -> int:
         """Return the index of an event, or of a result of `run_on_host`, that each call makes."""

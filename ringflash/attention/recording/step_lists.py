@@ -71,7 +71,7 @@ class RecordedEvent(NamedTuple):
 def repeated_steps(
     recorded: Sequence[RecordedStep | RecordedEvent],
     seen_by_host: set[int],
-    memory: Lanes,
+    areas: Lanes,
     current: torch.cuda.Stream,
 ) -> list[Step]:
     """Return the steps of a repetition.
@@ -85,7 +85,7 @@ def repeated_steps(
     shared = {x.event: new_event(x.stream) for x in records if x.event not in seen_by_host}
     cuda_driver = driver()
     if cuda_driver is not None:
-        return list(_in_lists(recorded, shared, cuda_driver, memory, current))
+        return list(_in_lists(recorded, shared, cuda_driver, areas, current))
     return [x.step(shared.get(x.event)) if isinstance(x, RecordedEvent) else x.step for x in recorded]
 
 
@@ -93,7 +93,7 @@ def _in_lists(
     recorded: Sequence[RecordedStep | RecordedEvent],
     shared: dict[int, torch.cuda.Event],
     cuda_driver: Driver,
-    memory: Lanes,
+    areas: Lanes,
     current: torch.cuda.Stream,
 ) -> Iterator[Step]:
     """Yield the steps of a repetition, with as many commands in one list as may be.
@@ -118,7 +118,7 @@ def _in_lists(
                 commands, late, frees = [], [], False
             if x.stream is not None and x.stream != current:
                 current = x.stream
-                yield enter_step(memory, current)
+                yield enter_step(areas, current)
             yield x.step
     yield from _list_of(cuda_driver, commands, late)
 

@@ -85,11 +85,11 @@ def issue_step(cuda_driver: Driver, commands: list[Command]) -> Step:
     return issue
 
 
-def enter_step(memory: Lanes, stream: torch.cuda.Stream) -> Step:
+def enter_step(areas: Lanes, stream: torch.cuda.Stream) -> Step:
     """Return the step that makes a stream current."""
 
     def enter(_: Repetition) -> None:
-        memory.enter(stream)
+        areas.enter(stream)
 
     return enter
 

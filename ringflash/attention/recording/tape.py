@@ -43,18 +43,18 @@ class Tape:
         self.num_events = 0
         self.calls = 0
 
-    def record(self, memory: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def record(self, areas: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Make a call by `issue(tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
         self.calls += 1
         given = [id(x) for x in tensors if x is not None]
         if not 1 < self.calls <= _CALLS or len(set(given)) < len(given):  # one tensor that is given twice
             return issue(tensors)
-        recorder = memory.recorder = Recorder(memory, tensors)
+        recorder = areas.recorder = Recorder(areas, tensors)
         try:
             with observed_launches(recorder.launch), recorder:
                 results = issue(tensors)
         finally:
-            memory.recorder = None
+            areas.recorder = None
         self.steps, self.results = recorder.finish(results)
         if not recorder.problems:
             self.kept += recorder.slots.kept
@@ -62,16 +62,16 @@ class Tape:
         return results
 
     def repeat(
-        self, memory: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
+        self, areas: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
     ) -> tuple[Tensor, ...]:
         """Make a call with other tensors of the same form, and return its results."""
-        now, caller = Repetition(tensors, number, watched, self.num_events), memory.current()
+        now, caller = Repetition(tensors, number, watched, self.num_events), areas.current()
         try:
             for step in self.steps:
                 step(now)
         finally:
-            if memory.current() is not caller:
-                memory.enter(caller)
+            if areas.current() is not caller:
+                areas.enter(caller)
         return tuple([now.tensors[slot] for slot in self.results])  # type: ignore[misc]
 
 

@@ -45,8 +45,8 @@ class JoinAfterError:
     buffer that the next call uses as well, which may be one of another group.
     """
 
-    def __init__(self, memory: GroupAreas) -> None:
-        self._memory = memory
+    def __init__(self, areas: GroupAreas) -> None:
+        self._areas = areas
 
     def __enter__(self) -> None:
         pass
@@ -54,7 +54,7 @@ class JoinAfterError:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             with suppress(RuntimeError):  # from a device that failed; the first error is the cause
-                self._memory.join()
+                self._areas.join()
 
 
 class GroupAreas(Protocol):
