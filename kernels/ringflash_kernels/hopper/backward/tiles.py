@@ -97,6 +97,10 @@ BACKWARD_TILES = {
     256: BackwardTiles((128, 128), 64, QueryTiles(3, turns=False), held=64),
 }
 
+LATENT_BACKWARD_TILES = {
+    (192, 128): BackwardTiles((128, 64), 128, narrow=128),
+}
+
 NARROW_BACKWARD_TILES = {
     # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
     (192, 128): BackwardTiles(
@@ -110,6 +114,8 @@ NARROW_BACKWARD_TILES = {
 }
 
 
-def backward_tiles(head_dim: int, value_dim: int) -> BackwardTiles:
+def backward_tiles(head_dim: int, value_dim: int, deterministic: bool = False) -> BackwardTiles:
     """Return the tiles for q and k of `head_dim` columns and v of `value_dim`."""
+    if not deterministic and (head_dim, value_dim) in LATENT_BACKWARD_TILES:
+        return LATENT_BACKWARD_TILES[head_dim, value_dim]
     return BACKWARD_TILES[head_dim] if head_dim == value_dim else NARROW_BACKWARD_TILES[head_dim, value_dim]
