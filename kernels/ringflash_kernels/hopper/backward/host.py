@@ -242,7 +242,7 @@ class HopperBackward:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _LATENT(
                 variant, num_works,
-                *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, queries.dq[0], *stores,
+                *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, TURN_AFTER=tiles.turn_after,
                 EARLY_DP=_EARLY_DP, IS_FINE=_IS_FINE, **choices,
             )  # fmt: skip
@@ -355,7 +355,7 @@ class HopperBackward:
                 _piece_descriptors(cut(x, 1, (start, stop)), pieces)
                 for x, pieces in ((self.q, tiles.pieces), (self.dout, tiles.value_pieces))
             )
-            columns = () if tiles.wide else (32,) if tiles.narrow else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
+            columns = () if tiles.wide else (64, 32) if tiles.narrow else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
             dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))

@@ -159,7 +159,8 @@ def _dq_mma(sm, buffer, keys, C: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _staging(sm, W: gl.constexpr):
-    """Return the two buffers, of 32 columns each, in which consumer W stages its columns of dQ."""
+    """Return the buffer in which consumer W stages its columns of dQ, once what was there has been read."""
+    tma_store_wait(0)
     if W == 0:
         staged = sm.dq_first
     else:
@@ -168,31 +169,16 @@ def _staging(sm, W: gl.constexpr):
 
 
 @gluon.jit
-def _stage_first(sm, dq0, W: gl.constexpr):
-    """Stage this consumer's columns of the first piece of dQ in two buffers, which the previous block has left."""
-    left, right = halves(dq0, 64)
-    tma_store_wait(0)
-    _staging(sm, W).index(0).store(interleave(left, 32))
-    _staging(sm, W).index(1).store(interleave(right, 32))
-
-
-@gluon.jit
-def _send_first(sm, dq_desc, dq_row, W: gl.constexpr):
-    tma_reduce_add(dq_desc, [dq_row, 64 * W], _staging(sm, W).index(0))
-    tma_reduce_add(dq_desc, [dq_row, 64 * W + 32], _staging(sm, W).index(1))
-
-
-@gluon.jit
-def _send_second(sm, dq_desc, dq_row, dq1, W: gl.constexpr):
-    """Add this consumer's columns of the second piece, staged where the first 32 columns of the first one were."""
-    tma_store_wait(0)
-    _staging(sm, W).index(0).store(interleave(dq1, 32))
+def _send_rest(sm, dq1_desc, dq_row, dq1, W: gl.constexpr):
+    """Add this consumer's columns of the second piece to dQ."""
+    staged = start_of(_staging(sm, W), dq1_desc)
+    staged.store(interleave(dq1, 32))
     fence_async_shared()
-    tma_reduce_add(dq_desc, [dq_row, 128 + 32 * W], _staging(sm, W).index(0))
+    tma_reduce_add(dq1_desc, [dq_row, 128 + 32 * W], staged)
 
 
 @gluon.jit
-def _step(sm, problem, dq_desc, dk0, dk1, dv, step, block, key, seen, masked, dq_row, W: gl.constexpr):
+def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
 
     If TWO_SIDED, the producer says which block it is and whether it is masked.
@@ -253,7 +239,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv, step, block, key, seen, masked, dq
     dq1 = _dq_mma(sm, last, sm.k1, R, W)
     dv = warpgroup_mma(operand, dout, dv, is_async=True)
     dq1 = warpgroup_mma_wait(1, deps=(dq1,))
-    _send_second(sm, dq_desc, dq_row, dq1, W)
+    _send_rest(sm, dq1_desc, dq_row, dq1, W)
     dv, operand = warpgroup_mma_wait(0, deps=(dv, operand))
 
     # dS = P (dV^T dO - delta)
@@ -266,34 +252,36 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv, step, block, key, seen, masked, dq
         ds = (p_bits.to(gl.float32) * (dp - delta)).to(dtype)
     ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
     ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
-    sm.ds.index(current * 2 + W).store(ds)
 
     # The rest of dQ of the previous block, dK += dS^T Q
     dq0 = _dq_mma(sm, last, sm.k0, C, W)
     dk0 = warpgroup_mma(ds0, q0, dk0, is_async=True)
     dk1 = warpgroup_mma(ds1, q1, dk1, is_async=True)
+    sm.ds.index(current * 2 + W).store(ds)
     dq0 = warpgroup_mma_wait(2, deps=(dq0,))
-    _stage_first(sm, dq0, W)
+    staged = _staging(sm, W)
+    staged.store(interleave(dq0, 64))
     fence_async_shared()
     mbarrier.arrive(sm.ds_full.index(current), count=1)
-    _send_first(sm, dq_desc, dq_row, W)
+    tma_reduce_add(dq0_desc, [dq_row, 64 * W], staged)
     dk0, dk1, ds0, ds1 = warpgroup_mma_wait(0, deps=(dk0, dk1, ds0, ds1))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
     return dk0, dk1, dv, block
 
 
 @gluon.jit
-def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
+def _last_dq(sm, dq0_desc, dq1_desc, step, dq_row, W: gl.constexpr):
     """Compute dQ of a tile's last block, whose step is `step` - 1, and let it leave."""
     last, parity = slot_of(step - 1, 2)
     mbarrier.wait(sm.ds_full.index(last), parity)
     dq0 = _dq_mma(sm, last, sm.k0, sm.SPLIT, W)
     dq1 = _dq_mma(sm, last, sm.k1, sm.REST, W)
     dq0, dq1 = warpgroup_mma_wait(0, deps=(dq0, dq1))
-    _send_second(sm, dq_desc, dq_row, dq1, W)
-    _stage_first(sm, dq0, W)
+    _send_rest(sm, dq1_desc, dq_row, dq1, W)
+    staged = _staging(sm, W)
+    staged.store(interleave(dq0, 64))
     fence_async_shared()
-    _send_first(sm, dq_desc, dq_row, W)
+    tma_reduce_add(dq0_desc, [dq_row, 64 * W], staged)
     tma_store_wait(0)
 
 
@@ -301,7 +289,7 @@ def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
 def _write_chunk(sm, desc, x, coord, column, CHUNK: gl.constexpr, W: gl.constexpr):
     """Add or store 64 columns of dK or dV, staged in this consumer's V and its buffers of dQ alternately."""
     if CHUNK % 2:
-        staged = start_of(_staging(sm, W), desc)
+        staged = start_of(sm.dq_second if W else sm.dq_first, desc)
     else:
         staged = start_of(sm.v.index(W), desc)
     tma_store_wait(1)
@@ -315,7 +303,7 @@ def _write_chunk(sm, desc, x, coord, column, CHUNK: gl.constexpr, W: gl.constexp
 
 
 @gluon.jit
-def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
+def _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, W: gl.constexpr):
     """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -355,7 +343,7 @@ def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 if problem.TWO_SIDED:
                     for _ in range(stop):
                         dk0, dk1, dv, block = _step(
-                            sm, problem, dq_desc, dk0, dk1, dv, step, 0, key, seen, False, dq_row, W
+                            sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, 0, key, seen, False, dq_row, W
                         )
                         step += 1
                         dq_row = head_row + block * 64
@@ -366,13 +354,13 @@ def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     for _ in range(start, stop):
                         masked = (block < full_start) | (block >= full_stop)
                         dk0, dk1, dv, _block = _step(
-                            sm, problem, dq_desc, dk0, dk1, dv, step, block, key, seen, masked, dq_row, W
+                            sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen, masked, dq_row, W
                         )
                         step += 1
                         dq_row = head_row + block * 64
                         block = problem.next_block(block, start, stop)
                 head_row += problem.dq_rows
-            _last_dq(sm, dq_desc, step, dq_row, W)
+            _last_dq(sm, dq0_desc, dq1_desc, step, dq_row, W)
         if (not sm.ACCUMULATE) | (start < stop):
             coord = [batch, kv_head, key + W * 64]
             left, right = halves(dv, C)
@@ -390,13 +378,13 @@ def _consume(sm, problem, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq_desc, dk_desc, dv_desc):
-    _consume(sm, problem, dq_desc, dk_desc, dv_desc, 0)
+def _consume_first(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc):
+    _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq_desc, dk_desc, dv_desc):
-    _consume(sm, problem, dq_desc, dk_desc, dv_desc, 1)
+def _consume_second(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc):
+    _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, 1)
 
 
 @gluon.jit(
@@ -407,8 +395,8 @@ def _consume_second(sm, problem, dq_desc, dk_desc, dv_desc):
     ]
 )  # fmt: skip
 def backward_latent(
-    q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, dq_desc, dk_desc, dv_desc, begins_desc,
-    first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads,
+    q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, dq0_desc, dq1_desc, dk_desc, dv_desc,
+    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads,
     num_kv_heads, num_tiles, heads_together, heads_at_last, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, TURN_AFTER: gl.constexpr, EARLY_DP: gl.constexpr,
@@ -448,8 +436,8 @@ def backward_latent(
         gl.allocate_shared_memory(dtype, [2, 1, 1, 64, SPLIT], v_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2, 64], stats_desc.layout),
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
-        gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
-        gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout),
+        gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
+        gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
         SPLIT, REST, STAGES, TURN_AFTER, EARLY_DP, IS_FINE, ACCUMULATE,
     )  # fmt: skip
@@ -465,8 +453,8 @@ def backward_latent(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume_first, (sm, problem, dq_desc, dk_desc, dv_desc)),
-            (_consume_second, (sm, problem, dq_desc, dk_desc, dv_desc)),
+            (_consume_first, (sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc)),
+            (_consume_second, (sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc)),
             (_load, (sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, begins_desc)),
         ],
         [4, 1],
