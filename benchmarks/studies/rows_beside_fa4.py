@@ -76,7 +76,7 @@ def variant(package: str) -> Contender:
 
 
 def runs_of(row: Row, direction: str, teams: list[tuple[Contender, str]], inputs: Inputs) -> dict[str, Run]:
-    """Return what each contender runs, after a first call; one that fails on a row is left out."""
+    """Return what each contender of the row runs, after a first call; one that fails is left out."""
     runs = {}
     for team, pattern in teams:
         if not re.search(pattern, f"{row}, {direction}"):
@@ -127,9 +127,9 @@ def main() -> None:
     results = []
     if options.warm:
         part, parts = map(int, options.warm.split("/"))
-        asked = [(replace(row, seqlen=min(row.seqlen, 2048), batch=1), d) for row, d in asked[part::parts]]
+        asked = asked[part::parts]
     for row, direction in asked:
-        inputs = Inputs(row)
+        inputs = Inputs(replace(row, seqlen=min(row.seqlen, 2048), batch=1) if options.warm else row)
         runs = runs_of(row, direction, teams, inputs)
         if options.warm:
             continue
