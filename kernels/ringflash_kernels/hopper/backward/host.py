@@ -51,7 +51,6 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
-_EARLY_DP, _IS_FINE = False, True
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
 _KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
@@ -202,7 +201,8 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
-        tables = self._tables(mask, hop, k.device, num_groups, in_parts=not (tiles.wide or tiles.narrow or self.ordered))
+        in_parts = not (tiles.wide or tiles.latent or self.ordered)
+        tables = self._tables(mask, hop, k.device, num_groups, in_parts=in_parts)
         summed = None if accumulate else tables.summed
         heads_together = 1 if tiles.wide else self.heads_together(hop, num_groups, group)
         heads_together = max(heads_together, tables.heads_together)
@@ -238,13 +238,13 @@ class HopperBackward:
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, VALUE_REST=tiles.value_rest,
                 HELD=tiles.held, **choices,
             )  # fmt: skip
-        elif tiles.narrow:
+        elif tiles.latent:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
             _LATENT(
                 variant, num_works,
                 *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, TURN_AFTER=tiles.turn_after,
-                EARLY_DP=_EARLY_DP, IS_FINE=_IS_FINE, **choices,
+                **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -332,7 +332,7 @@ class HopperBackward:
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
-        down = down and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.narrow)
+        down = down and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.latent)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
             early = self._is_early(hop)
@@ -355,8 +355,7 @@ class HopperBackward:
                 _piece_descriptors(cut(x, 1, (start, stop)), pieces)
                 for x, pieces in ((self.q, tiles.pieces), (self.dout, tiles.value_pieces))
             )
-            columns = () if tiles.wide else (64, 32) if tiles.narrow else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
-            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in tiles.dq_pieces]
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]

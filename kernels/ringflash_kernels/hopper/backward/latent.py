@@ -15,52 +15,25 @@ from ringflash_kernels.hopper.backward.problem import (
     receive_number,
     slot_of,
 )
+from ringflash_kernels.hopper.backward.wide import FINE
 from ringflash_kernels.hopper.compat import (
     aggregate,
     arrive_after,
     fence_async_shared,
     gl,
     gluon,
+    hidden,
     mbarrier,
+    packed,
     start_of,
     tma_load,
     tma_reduce_add,
     tma_store,
     tma_store_wait,
+    unpacked,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-FINE = gl.constexpr(2.0**14)
-
-
-@gluon.jit
-def hidden(x):
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def packed(x, dtype: gl.constexpr):
-    """Return the fp32 tensor x in 16 bits, converted here: the compiler would else keep both."""
-    if dtype == gl.bfloat16:
-        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        bits = gl.inline_asm_elementwise(asm, "=r,f,f", [x], gl.bfloat16, is_pure=False, pack=2)
-    else:
-        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-        bits = gl.inline_asm_elementwise(asm, "=r,f,f", [x], gl.float16, is_pure=False, pack=2)
-    return bits
-
-
-@gluon.jit
-def unpacked(x):
-    """Return the fp16 tensor x in fp32, converted here."""
-    asm: gl.constexpr = """{
-        .reg .b16 low, high;
-        mov.b32 {low, high}, $2;
-        cvt.f32.f16 $0, low;
-        cvt.f32.f16 $1, high;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=f,=f,r", [x], gl.float32, is_pure=False, pack=2)
 
 
 @aggregate
@@ -88,8 +61,6 @@ class LatentShared:
     REST: gl.constexpr
     STAGES: gl.constexpr
     TURN_AFTER: gl.constexpr
-    EARLY_DP: gl.constexpr
-    IS_FINE: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -231,8 +202,7 @@ def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen,
     p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
     p_bits = packed(p, dtype)
     operand = gl.convert_layout(p_bits, gl.DotOperandLayout(0, layout0, 2))
-    if sm.IS_FINE:
-        fine = packed(p * FINE, gl.float16)
+    fine = packed(p * FINE, gl.float16)
 
     # Half of dQ of the previous block, dV += P^T dO
     mbarrier.wait(sm.ds_full.index(last), last_parity)  # also keeps ptxas from moving exp past the wgmma wait
@@ -246,10 +216,7 @@ def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen,
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     delta = stats.slice(1, 1, dim=0).load(s_layout)
-    if sm.IS_FINE:
-        ds = (unpacked(fine) * (dp * (1 / FINE) - delta * (1 / FINE))).to(dtype)
-    else:
-        ds = (p_bits.to(gl.float32) * (dp - delta)).to(dtype)
+    ds = (unpacked(fine) * (dp * (1 / FINE) - delta * (1 / FINE))).to(dtype)
     ds0 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout0, 2))
     ds1 = gl.convert_layout(ds, gl.DotOperandLayout(0, layout1, 2))
 
@@ -396,17 +363,13 @@ def _consume_second(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc):
 )  # fmt: skip
 def backward_latent(
     q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, dq0_desc, dq1_desc, dk_desc, dv_desc,
-    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows, num_heads,
-    num_kv_heads, num_tiles, heads_together, heads_at_last, num_works, group, first_shift, split, second_shift,
-    stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
-    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, TURN_AFTER: gl.constexpr, EARLY_DP: gl.constexpr,
-    IS_FINE: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows,
+    num_heads, num_kv_heads, num_tiles, heads_together, heads_at_last, num_works, group, first_shift, split,
+    second_shift, stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
+    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr,
+    TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
-
-    EARLY_DP: dP is issued with S. IS_FINE: dS is computed from P in fp16 times 2^14 instead of P in the inputs' dtype.
-    """
+    """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See `BackwardProblem`."""
     dtype: gl.constexpr = q0_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -439,7 +402,7 @@ def backward_latent(
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        SPLIT, REST, STAGES, TURN_AFTER, EARLY_DP, IS_FINE, ACCUMULATE,
+        SPLIT, REST, STAGES, TURN_AFTER, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
