@@ -227,7 +227,7 @@ def test_products_are_issued_in_turns(launch, compiled):
     assert all(exp_within_turns(loop) == 0 for loop in loops)
 
 
-@_of([launch for launch in BACKWARD if launch.name in ("backward_keys", "backward_latent")])
+@_of([launch for launch in BACKWARD if launch.name == "backward_keys"])
 def test_turn_is_passed_at_its_place(launch, compiled):
     """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
     after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]

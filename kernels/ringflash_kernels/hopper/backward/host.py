@@ -243,8 +243,7 @@ class HopperBackward:
             _LATENT(
                 variant, num_works,
                 *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
-                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, TURN_AFTER=tiles.turn_after,
-                **choices,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)

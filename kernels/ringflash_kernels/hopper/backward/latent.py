@@ -1,11 +1,14 @@
 """dQ, dK, dV of latent attention (head_dim 192, values of 128): one CTA holds 128 keys, each of two consumers 64.
 
-As `backward_keys` with other registers: dK and dV of 64 keys take 160 of a thread's 240, so P waits for dP as 16 bits,
-and dQ of the previous block is computed after both. The columns of Q and K are two pieces, of SPLIT = 128 and REST = 64
-columns, those of V and dO are SPLIT. Of dQ's columns each consumer computes half of either piece.
+As `backward_keys`, but dK and dV of 64 keys take 160 of a thread's 240 registers. So a step computes one after another:
+S; dV and a third of dQ of the previous block; dP; dK and the rest of that dQ. P waits for dP in fp16. Turns would not
+help, since one of the consumers computes products most of the time.
+
+The columns of Q and K are two pieces, of SPLIT = 128 and REST = 64 columns, those of V and dO are one of SPLIT. Each
+consumer computes half of either piece of dQ. The places of K and V are hidden from the compiler, which would keep
+addresses in registers.
 """
 
-from ringflash_kernels.hopper.backward.keys import pass_turn, take_turn
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
     BackwardProblem,
@@ -18,7 +21,6 @@ from ringflash_kernels.hopper.backward.problem import (
 from ringflash_kernels.hopper.backward.wide import FINE
 from ringflash_kernels.hopper.compat import (
     aggregate,
-    arrive_after,
     fence_async_shared,
     gl,
     gluon,
@@ -60,7 +62,6 @@ class LatentShared:
     SPLIT: gl.constexpr
     REST: gl.constexpr
     STAGES: gl.constexpr
-    TURN_AFTER: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -173,7 +174,6 @@ def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen,
     v = sm.v.index(hidden(W)).reshape([64, C])
 
     # S^T = K Q^T
-    take_turn(step, W)
     mbarrier.wait(sm.q_full.index(slot), parity)
     s = warpgroup_mma(k0, q0.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma(k1, q1.permute((1, 0)), s, is_async=True)
@@ -199,12 +199,11 @@ def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen,
             inside = inside & (keys[:, None] >= begins[None, :])
         s = gl.where(inside, s, float("-inf"))
     p = gl.exp2(s * problem.scale_log2 - lse)
-    p = arrive_after(p, 32, sm.TURN_AFTER, 9 - W, 256)  # `pass_turn` at a place that ptxas does not choose
     p_bits = packed(p, dtype)
     operand = gl.convert_layout(p_bits, gl.DotOperandLayout(0, layout0, 2))
     fine = packed(p * FINE, gl.float16)
 
-    # Half of dQ of the previous block, dV += P^T dO
+    # A third of dQ of the previous block, dV += P^T dO
     mbarrier.wait(sm.ds_full.index(last), last_parity)  # also keeps ptxas from moving exp past the wgmma wait
     dq1 = _dq_mma(sm, last, sm.k1, R, W)
     dv = warpgroup_mma(operand, dout, dv, is_async=True)
@@ -212,7 +211,7 @@ def _step(sm, problem, dq0_desc, dq1_desc, dk0, dk1, dv, step, block, key, seen,
     _send_rest(sm, dq1_desc, dq_row, dq1, W)
     dv, operand = warpgroup_mma_wait(0, deps=(dv, operand))
 
-    # dS = P (dV^T dO - delta)
+    # dP^T = V dO^T, dS = P (dP - delta)
     dp = warpgroup_mma(v, dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     delta = stats.slice(1, 1, dim=0).load(s_layout)
@@ -279,8 +278,6 @@ def _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, W: gl.constexpr)
     layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
     step = 0
     round = 0
-    if W == 1:
-        pass_turn(step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
@@ -340,8 +337,6 @@ def _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, W: gl.constexpr)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
-    if W == 0:
-        take_turn(step, W)  # so that no barrier is left half full
 
 
 @gluon.jit
@@ -366,7 +361,7 @@ def backward_latent(
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows,
     num_heads, num_kv_heads, num_tiles, heads_together, heads_at_last, num_works, group, first_shift, split,
     second_shift, stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
-    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr,
+    SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, BOUNDS: gl.constexpr,
     TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See `BackwardProblem`."""
@@ -402,7 +397,7 @@ def backward_latent(
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
         gl.allocate_shared_memory(gl.float32, dq0_desc.block_type.shape, dq0_desc.layout),
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        SPLIT, REST, STAGES, TURN_AFTER, ACCUMULATE,
+        SPLIT, REST, STAGES, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
