@@ -3,7 +3,7 @@
     python -m benchmarks.studies.rows_beside_fa4 [--rows hd192] [--packages rk_old] [--json results.json]
 
 A variant is a copy of the package `ringflash_kernels` under another name, in whose files every `ringflash_kernels` is
-that name. With --warm i/n, only every n-th row's kernels are compiled, on short inputs: flash-attn-4's take minutes.
+that name. With --warm i/n, an n-th of the kernels is compiled, on short inputs: flash-attn-4's take minutes.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ def differences(runs: dict[str, Run]) -> dict[str, float]:
     return {name: max(float((a - b).abs().max() / b.abs().mean()) for a, b in pair) for name, pair in pairs.items()}
 
 
+def kernel_of(row: Row, direction: str) -> tuple:
+    """Return what the compiled kernels of a row depend on."""
+    return direction, row.head_dim, row.value_dim, row.kind, row.num_heads == row.num_kv_heads
+
+
 def contenders(packages: str, peers: str) -> Iterator[tuple[Contender, str]]:
     """Return ours, variants (name=pattern of rows, comma separated) and peers, each with its pattern."""
     for package in filter(None, f"ringflash_kernels,{packages}".split(",")):
@@ -127,7 +132,7 @@ def main() -> None:
     results = []
     if options.warm:
         part, parts = map(int, options.warm.split("/"))
-        asked = asked[part::parts]
+        asked = list({kernel_of(*x): x for x in reversed(asked)}.values())[part::parts]
     for row, direction in asked:
         inputs = Inputs(replace(row, seqlen=min(row.seqlen, 2048), batch=1) if options.warm else row)
         runs = runs_of(row, direction, teams, inputs)

@@ -63,7 +63,7 @@ class HopperBackward:
         dout, q, out: (batch, seqlen_q, num_heads, head_dim), dout and out as wide as v.
         lse, dlse: (batch, num_heads, seqlen_q), fp32.
         deterministic: repeated calls give bitwise equal gradients: key tiles add to dQ in a fixed order (wide heads
-            always do), and one CTA sums the heads of a group.
+            always do; narrow values take wide kernels then), and one CTA sums the heads of a group.
         only_dq: what `finish` will be given, if `add` is called once: it may write this without a sum in fp32.
     Numerics: P and dS are rounded to the inputs' dtype, every sum is fp32; dQ is cast once, after the last hop.
     """

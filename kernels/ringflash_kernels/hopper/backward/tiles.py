@@ -36,7 +36,7 @@ class BackwardTiles:
 
     Args:
         pieces: columns of the tiles, in one piece or two, since tiles are powers of two.
-        block_n: keys of a CTA: 128 in `backward_keys`, 64 in `backward_wide`. A step is 64 queries in both.
+        block_n: keys of a CTA: 64 in `backward_wide`, else 128. A step is 64 queries.
         queries: tiles of the separate kernel for dQ, which only wide heads have.
         stages: buffers of Q and of dO.
         kv_in_registers: the first pieces of K and V are kept as register operands (`backward_keys`).
