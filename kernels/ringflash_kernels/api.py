@@ -135,10 +135,15 @@ def attention_forward(
     Returns:
         out: as q, as wide as v.  lse: (batch, num_heads, seqlen_q), natural log. A row that sees no key is 0 and -inf.
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together.
+        ValueError: shapes, dtypes or devices do not fit together; tensors that require grad, which would get none.
         NotImplementedError: the implementation cannot take the inputs; the message names one that can.
     """
     check_inputs(q, k, v)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        raise ValueError(
+            "q, k and v must not require grad, got some that do and would get none; call ringflash.ring_attention with "
+            "group=None, or use torch.no_grad and attention_backward."
+        )
     mask = _mask_of(q, k, mask, causal, window_size)
     if acc is not None and lse is None:
         raise ValueError("lse must be given with acc, got None; pass the lse that earlier calls returned.")

@@ -150,6 +150,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         Args:
             logits: (batch, seqlen_local, vocab_size).  labels: (batch, seqlen_local), shifted, -100 is none.
             weights: (batch, seqlen_local), of the tokens in the mean, such as a loss mask of 0 and 1; default 1.
+                Differentiable.
         Returns:
             loss: scalar, fp32 (fp64 for fp64), 0 without labels or weights. A sum over a million tokens has two digits
                 in bf16, and is inf in fp16.
@@ -161,16 +162,20 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         mass = labelled if weights is None else torch.where(labelled, weights, 0).double()
         if weights is not None:  # 0 times an infinite loss is 0
-            losses = losses.masked_fill(mass.flatten() == 0, 0) * mass.flatten().to(losses.dtype)
+            nothing = (mass.flatten() == 0) & ~losses.isfinite()
+            losses = losses.masked_fill(nothing, 0) * mass.flatten().to(losses.dtype)
         local = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
-        total, count, num_labels = _sum_over_group(group, local.detach(), mass.sum(), labelled.sum())
+        total, count, num_labels = _sum_over_group(group, local.detach(), mass.detach().sum(), labelled.sum())
         if self._ringflash_step is not None:
             self._ringflash_step.num_tokens.append(int(num_labels))
         if (state := self._wrapped()) is not None and state.watch is not None:
             for kind, x in (("logits", logits), ("labels", labels), ("weights", weights)):
                 state.watch("token_loss", kind, x)
         cp_size, count = 1 if group is None else group.size(), torch.where(count == 0, 1, count)
-        return cast(Tensor, _WithValue.apply(local * cp_size / count, (total / count).to(local.dtype)))
+        mean = (total / count).to(local.dtype)
+        if mass.requires_grad:  # weights are in the divisor, too, also of other ranks
+            local = local - mean * mass.sum()
+        return cast(Tensor, _WithValue.apply(local * cp_size / count, mean))
 
     def log(self, name: str, value: Any, *args: Any, sync_dist: bool | None = None, **options: Any) -> None:
         """Log a value as Lightning does, but by default reduced over all ranks, which must all call this.

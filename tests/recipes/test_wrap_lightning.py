@@ -350,15 +350,16 @@ def loss_mask(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def masked(module: Any, logits: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, *mask: Any) -> torch.Tensor:
-    """The mean over a loss mask by token_loss; by the plain module, whose hook adds no mask, as it is usual."""
+    """A weighted mean by token_loss; by the plain module, whose hook adds no mask, as it is usual."""
+    learned = logits[..., 0].sigmoid()
     if hasattr(module, "token_loss"):
-        return module.token_loss(logits, labels, *mask)
-    return mean(logits, labels, loss_mask(tokens) * (labels != -100))
+        return module.token_loss(logits, labels, *(learned * x for x in mask))
+    return mean(logits, labels, learned * loss_mask(tokens) * (labels != -100))
 
 
 @on_ranks(2)
 def test_weights(ctx: Context, run: Run) -> None:
-    """A loss mask is right as weights of token_loss."""
+    """A loss mask times learned weights is right as weights of token_loss, which every rank's weights divide."""
     module = varied(run.kind, on_before_batch_transfer=with_mask, step=with_loss(masked))
     found = train(module, strategy=ContextParallelStrategy())
     assert_trained(found["weights"], plainly(step=with_loss(masked))[0])
