@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Iterator
 from math import prod
@@ -300,8 +301,8 @@ def ring_fp8() -> str:
 def fp8_steps() -> str:
     """Tabulate the fastest step of each kind of attention and linear layers, relative to bf16."""
     steps, commits = {}, {}
-    for ranks, linear in ((1, "bf16"), (1, "FP8"), (2, "bf16")):
-        result = load(f"fp8_steps_eight_layers_{'' if linear == 'bf16' else 'float8_'}{ranks}xh100")
+    for ranks, linear in itertools.product((1, 2), ("bf16", "FP8")):
+        result = load(f"fp8_steps_eight_layers_{'' if linear == 'bf16' else 'float8_'}{ranks}xh200")
         timed = [step for step in result["steps"] if step["kind"] == "timed"]
         for step in sorted(timed, key=lambda step: -step["seconds"]):
             steps[ranks, step["seqlen"], step["attention"], linear] = step
@@ -312,7 +313,7 @@ def fp8_steps() -> str:
         figures = f"{step['seconds']:.2f} ({ratio:.2f})", f"{step['mfu_percent']:.1f}%", f"{step['device_gib']:.0f}"
         rows.append([f"{ranks}", f"{seqlen:,}", f"`{attention}`", linear, *figures])
     head = [
-        "H100s",
+        "H200s",
         "tokens",
         "attention",
         "linear layers",

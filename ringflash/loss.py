@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.labels import agreed_count, check_num_tokens, tell_of_error
@@ -152,10 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the saved gradients are constants
-            raise NotImplementedError(
-                "create_graph must be False, got True; second derivatives of ringflash.loss are not implemented."
-            )
+        _check_once_differentiated()
         grad_hidden, grad_weight, scale = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = _scale(grad_hidden, grad * scale, grad_hidden.dtype)
@@ -189,8 +185,8 @@ class _LinearLogProbs(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy):  # type: ignore[no-untyped-def]
+        _check_once_differentiated()
         hidden, weight, labels, entropy = ctx.saved_tensors
         (chunk, logit_scale, autocast), (need_hidden, need_weight) = ctx.options, ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
@@ -214,6 +210,17 @@ class _LinearLogProbs(torch.autograd.Function):
                 _add_product(grad_weight, grad.T, hidden[rows])
             del log_p, grad
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _check_once_differentiated() -> None:
+    """Raise NotImplementedError in a backward that keeps a graph, in which its gradients would be constants.
+
+    torch's `once_differentiable` does so only if the gradients of the outputs require grad.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "create_graph must be False, got True; second derivatives of ringflash.loss are not implemented."
+        )
 
 
 def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,8 +185,12 @@ class _Tiles(torch.autograd.Function):
         return torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "create_graph must be False with mlp_tile_tokens, got True: the gradients of a tile would be "
+                "constants; set mlp_tile_tokens to 0."
+            )
         inputs, module = ctx.saved.saved_tensors, ctx.module
         needed = ctx.needs_input_grad[4:]
         wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]

@@ -34,6 +34,12 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "forward_fp8 hd128 ends resume fp32 out": 7,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 3,
+        # Offsets of a thread's results in shared memory, which do not change in the loop.
+        "backward_latent hd192/128 bfloat16 band": 9,
+        "backward_latent hd192/128 bfloat16 bounds": 9,
+        "backward_latent hd192/128 bfloat16 band store": 9,
+        "backward_latent hd192/128 bfloat16 ends": 5,
+        "backward_latent hd192/128 bfloat16 ends window": 5,
         # Scalars, most of them where dK and dV leave the registers every 64 blocks: these instructions are in the loop,
         # too.
         "backward_keys_fp8 hd128 fp8 band": 5,
@@ -65,6 +71,12 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,
+        # As with 3.6.
+        "backward_latent hd192/128 bfloat16 band": 8,
+        "backward_latent hd192/128 bfloat16 bounds": 6,
+        "backward_latent hd192/128 bfloat16 band store": 17,
+        "backward_latent hd192/128 bfloat16 ends": 1,
+        "backward_latent hd192/128 bfloat16 ends window": 9,
         "forward_kernel hd128 bfloat16 bounds": 2,
         "forward_kernel hd128 bfloat16 ends window": 2,
         "forward_fp8 hd128 full": 1,

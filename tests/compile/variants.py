@@ -76,9 +76,12 @@ def _narrow(recorder: Recorder) -> None:
     for mask in ("band", "bounds", "ends"):
         _forward(recorder, NARROW, mask)
         _backward(recorder, NARROW, mask)
+        _backward(recorder, NARROW, mask, deterministic=True)
+    _backward(recorder, NARROW, "ends window")
     _forward(recorder, NARROW, "band", resume=True)
-    _backward(recorder, NARROW, "band", accumulate=False)
-    _backward(recorder, NARROW, "band", only_dq=True)
+    for deterministic in (False, True):
+        _backward(recorder, NARROW, "band", accumulate=False, deterministic=deterministic)
+    _backward(recorder, NARROW, "band", only_dq=True, deterministic=True)
     _exchange(recorder, NARROW)
 
 

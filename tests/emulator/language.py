@@ -237,6 +237,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if "cvt.rn.satfinite.e4m3x2.f32" in asm:  # pairs_in_e4m3
         low, high = (x.to(real_gl.float8e4nv).data.view(np.uint8).astype(np.uint16) for x in args)
         return Tensor((high << 8 | low).view(np.int16), real_gl.int16)
+    if "cvt.rn.bf16x2.f32" in asm or "cvt.rn.f16x2.f32" in asm or "cvt.f32.f16" in asm:  # packed, unpacked
+        return args[0].to(dtype)
     if "max.f32" in asm:  # maxima_of_rows
         return _in_first_registers(args[0], np.fmax.reduce)
     if "max.s32" in asm and "vote.sync.any" in asm:  # largest_of_rows

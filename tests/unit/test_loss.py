@@ -274,11 +274,11 @@ def test_a_label_out_of_range_is_an_error(call: Any, label: int) -> None:
 
 
 def test_second_derivatives_are_refused() -> None:
-    """The gradients of the forward are constants: what else depends on the inputs would be missing."""
+    """The gradients are constants: what else depends on the inputs would be missing, as from a penalty on them."""
     hidden, weight, labels = draw()
-    loss = cross_entropy(hidden, weight, labels, group=None)
-    with pytest.raises(NotImplementedError, match="create_graph must be False, got True; second"):
-        torch.autograd.grad(loss, hidden, create_graph=True)
+    for loss in (cross_entropy(hidden, weight, labels, group=None), *token_log_probs(hidden, weight, labels)):
+        with pytest.raises(NotImplementedError, match="create_graph must be False, got True; second"):
+            torch.autograd.grad(loss.sum(), hidden, create_graph=True)
 
 
 @pytest.fixture

@@ -50,10 +50,16 @@ MANY_ADDRESSES = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2]))
 
 
 @gluon.jit
-def opaque(x):
+def hidden(x):
     """Return the number x, such that a buffer with this index has no address that is known before a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def opaque(x):
+    """Return the number x, hidden if addresses known before a loop would take too many registers."""
     if MANY_ADDRESSES:
-        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+        x = hidden(x)
     return x
 
 
@@ -268,6 +274,33 @@ def pairs_in_e4m3(low, high):
         mov.b32 $0, {first, second};
     }"""
     return gl.inline_asm_elementwise(asm, "=r,f,f,f,f", [low, high], gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def packed(x, dtype: gl.constexpr):
+    """Return the fp32 tensor x in bf16 or fp16, two numbers a register, converted here.
+
+    LLVM moves conversions to where their results are needed, and x keeps its registers until then.
+    """
+    if dtype == gl.bfloat16:
+        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        bits = gl.inline_asm_elementwise(asm, "=r,f,f", [x], gl.bfloat16, is_pure=False, pack=2)
+    else:
+        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        bits = gl.inline_asm_elementwise(asm, "=r,f,f", [x], gl.float16, is_pure=False, pack=2)
+    return bits
+
+
+@gluon.jit
+def unpacked(x):
+    """Return the fp16 tensor x in fp32, converted here."""
+    asm: gl.constexpr = """{
+        .reg .b16 low, high;
+        mov.b32 {low, high}, $2;
+        cvt.f32.f16 $0, low;
+        cvt.f32.f16 $1, high;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=f,=f,r", [x], gl.float32, is_pure=False, pack=2)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
+from ringflash_kernels.hopper.backward.latent import backward_latent
 from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
 from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
@@ -52,7 +53,7 @@ _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
-_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
+_KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
 
 
 class HopperBackward:
@@ -79,7 +80,7 @@ class HopperBackward:
         deterministic: bool = False,
         only_dq: Tensor | None = None,
     ) -> None:
-        self.tiles = backward_tiles(q.shape[-1], dout.shape[-1])
+        self.tiles = backward_tiles(q.shape[-1], dout.shape[-1], deterministic)
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, deterministic
         # A gradient may be expanded (that of a sum has stride 0) or a misaligned view: then TMA needs a copy.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
@@ -200,7 +201,8 @@ class HopperBackward:
         """Launch the kernel of dK and dV of a hop, which also computes dQ unless dQ has a separate kernel."""
         tiles, (batch, _, num_heads, head_dim) = self.tiles, self.q.shape
         num_groups = batch * num_heads // group
-        tables = self._tables(mask, hop, k.device, num_groups, in_parts=not (tiles.wide or self.ordered))
+        in_parts = not (tiles.wide or tiles.latent or self.ordered)
+        tables = self._tables(mask, hop, k.device, num_groups, in_parts=in_parts)
         summed = None if accumulate else tables.summed
         heads_together = 1 if tiles.wide else self.heads_together(hop, num_groups, group)
         heads_together = max(heads_together, tables.heads_together)
@@ -235,6 +237,13 @@ class HopperBackward:
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *stores,
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, VALUE_REST=tiles.value_rest,
                 HELD=tiles.held, **choices,
+            )  # fmt: skip
+        elif tiles.latent:
+            stores = [row_tile(x, 64, 64) for x in keys[2:]]
+            _LATENT(
+                variant, num_works,
+                *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
+                tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, **choices,
             )  # fmt: skip
         else:
             halves = (32, 32) if tiles.rest else (tiles.pieces[0] // 2,)
@@ -322,7 +331,7 @@ class HopperBackward:
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
-        down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
+        down = down and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.latent)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
             early = self._is_early(hop)
@@ -345,8 +354,7 @@ class HopperBackward:
                 _piece_descriptors(cut(x, 1, (start, stop)), pieces)
                 for x, pieces in ((self.q, tiles.pieces), (self.dout, tiles.value_pieces))
             )
-            columns = () if tiles.wide else tiles.pieces if tiles.rest else (tiles.pieces[0] // 2,)
-            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in columns]
+            dq = [block_descriptor(self.dq.flatten(0, 1), (64, n)) for n in tiles.dq_pieces]
             stats = block_descriptor(self.stats, (1, 2, 64))
             self._views[start, stop] = _Queries(q, dout, stats, _padded(dq))
         return self._views[start, stop]

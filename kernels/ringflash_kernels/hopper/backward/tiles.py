@@ -82,6 +82,20 @@ class BackwardTiles:
         """True if the consumers divide the work by product instead of by keys, and dQ has a separate kernel."""
         return self.block_n == 64
 
+    @cached_property
+    def latent(self) -> bool:
+        """True for `backward_latent`."""
+        return bool(self.narrow) and not self.wide
+
+    @cached_property
+    def dq_pieces(self) -> tuple[int, ...]:
+        """Columns of the tiles in which a consumer adds to dQ."""
+        if self.wide:
+            return ()
+        if self.latent:
+            return tuple(n // 2 for n in self.pieces)
+        return self.pieces if self.rest else (self.pieces[0] // 2,)
+
 
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
@@ -97,8 +111,14 @@ BACKWARD_TILES = {
     256: BackwardTiles((128, 128), 64, QueryTiles(3, turns=False), held=64),
 }
 
+# Values narrower than keys: latent attention.
 NARROW_BACKWARD_TILES = {
-    # Latent attention: the products of each consumer of `backward_wide` have 320 columns.
+    # dK and dV of 64 keys leave a thread 80 registers, enough if P waits for dP in 16 bits.
+    (192, 128): BackwardTiles((128, 64), 128, narrow=128),
+}
+
+ORDERED_NARROW_BACKWARD_TILES = {
+    # The products of each consumer of `backward_wide` have 320 columns.
     (192, 128): BackwardTiles(
         (128, 64),
         64,
@@ -110,6 +130,8 @@ NARROW_BACKWARD_TILES = {
 }
 
 
-def backward_tiles(head_dim: int, value_dim: int) -> BackwardTiles:
+def backward_tiles(head_dim: int, value_dim: int, deterministic: bool = False) -> BackwardTiles:
     """Return the tiles for q and k of `head_dim` columns and v of `value_dim`."""
-    return BACKWARD_TILES[head_dim] if head_dim == value_dim else NARROW_BACKWARD_TILES[head_dim, value_dim]
+    if head_dim == value_dim:
+        return BACKWARD_TILES[head_dim]
+    return (ORDERED_NARROW_BACKWARD_TILES if deterministic else NARROW_BACKWARD_TILES)[head_dim, value_dim]
