@@ -20,7 +20,7 @@ def mask_between(
     found = Mask.of(num_rows, num_keys, joined_regions(mask, q_shard, k_shard))
     found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
     if mask.has_columns and len(found.regions) > 1:
-        found.cached("transposed", lambda: _by_key(mask, q_shard, k_shard, num_rows, num_keys))
+        found.cached("transposed", lambda: _transposed(mask, q_shard, k_shard, num_rows, num_keys))
     return found
 
 
@@ -98,40 +98,40 @@ def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
     )
 
 
-def _by_key(
+def _transposed(
     mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
 ) -> Mask:
     """Return the transposed mask of `visible_regions`.
 
-    For each chunk and document of the keys: a region for each chunk of queries of which some do not see all of them,
-    and one for all later queries. These are joined if neighbouring keys have the same.
+    The keys of one chunk and document, a run of keys, have a region for each chunk of queries of which some do not see
+    all of them, and one for all later queries. The latter are joined if neighbouring runs have the same queries.
     """
     bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
     start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
-    both = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
-    first, end = np.where(both, bounds[document], start), np.asarray(mask.tree_ends)[document]  # queries that see them
+    two_way = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
+    first, end = np.where(two_way, bounds[document], start), np.asarray(mask.tree_ends)[document]  # of their queries
     low, high = np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end)
-    middle = np.where(both, low, np.clip(np.searchsorted(q[:, 0], stop - 1), low, np.maximum(low, high)))
+    middle = np.where(two_way, low, np.clip(np.searchsorted(q[:, 0], stop - 1), low, np.maximum(low, high)))
     q_shift, k_shift = q[:, 2] - q[:, 0], (k[:, 2] - k[:, 0])[chunk]  # from positions to rows
-    # Chunks of queries that begin before the last key.
-    key, reader = _expand(low, np.minimum(middle, high))
-    seen_from, seen_to = np.maximum(first[key], q[reader, 0]), np.minimum(end[key], q[reader, 1])
-    last = np.minimum(stop[key], seen_to)
-    bands = np.where(seen_from >= last - 1, None, q_shift[reader] - k_shift[key])
-    near = start[key] + k_shift[key], last + k_shift[key], seen_from + q_shift[reader], seen_to + q_shift[reader], bands
-    # All later ones: rows of a shard ascend with their positions.
-    key = np.flatnonzero(middle < high)
-    after, until = middle[key], high[key] - 1
+    # Sides of each region: k_start, k_stop, q_start, q_stop, band. First those of chunks [low, middle) of queries.
+    run, reader = _expand(low, np.minimum(middle, high))
+    seen_from, seen_to = np.maximum(first[run], q[reader, 0]), np.minimum(end[run], q[reader, 1])
+    last = np.minimum(stop[run], seen_to)
+    bands = np.where(seen_from >= last - 1, None, q_shift[reader] - k_shift[run])
+    near = start[run] + k_shift[run], last + k_shift[run], seen_from + q_shift[reader], seen_to + q_shift[reader], bands
+    # Then chunks [middle, high) together: rows of a shard ascend with their positions.
+    run = np.flatnonzero(middle < high)
+    after, until = middle[run], high[run] - 1
     far = [
-        start[key] + k_shift[key],
-        stop[key] + k_shift[key],
-        np.maximum(first[key], q[after, 0]) + q_shift[after],
-        np.minimum(end[key], q[until, 1]) + q_shift[until],
+        start[run] + k_shift[run],
+        stop[run] + k_shift[run],
+        np.maximum(first[run], q[after, 0]) + q_shift[after],
+        np.minimum(end[run], q[until, 1]) + q_shift[until],
     ]
-    begins = np.ones(len(key), dtype=bool)
+    begins = np.ones(len(run), dtype=bool)
     begins[1:] = (far[0][1:] != far[1][:-1]) | (far[2][1:] != far[2][:-1]) | (far[3][1:] != far[3][:-1])
-    ends = np.append(begins[1:], True)[: len(key)]
+    ends = np.append(begins[1:], True)[: len(run)]
     far = [far[0][begins], far[1][ends], far[2][begins], far[3][begins], np.full(begins.sum(), None)]
     sides = [np.concatenate(pair) for pair in zip(near, far, strict=True)]
     order = np.lexsort((sides[2], sides[0]))

@@ -134,6 +134,7 @@ def has_begins(mask: Mask) -> bool:
 
 
 def _longest_first(blocks: Tensor) -> Tensor:
+    """Return the indices of tiles, (num_tiles,), by falling number of blocks."""
     return torch.argsort(blocks, descending=True, stable=True)
 
 
@@ -156,7 +157,12 @@ def _near_together(tiles: Tensor, stretches: Tensor, shared: int) -> Tensor:
 
 
 def _in_parts(tiles: Tensor, stretches: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut long walks into equal parts of at most `most` blocks, and say which tiles they are of."""
+    """Cut walks of more than 2 * `most` blocks into equal parts of at most `most`.
+
+    Returns:
+        tiles, stretches: as `Walks`, a row of `tiles` for each part, in no order of launch.
+        cut: (num_cut,), int64, the tiles whose walks were cut, ascending.
+    """
     number, _, _, blocks = tiles.long().unbind(1)
     begin, end, masked, _ = stretches.unbind(1)
     places = torch.nn.functional.pad((end - begin).cumsum(0), (1, 0))  # of stretches in all walks, one after the other
@@ -177,7 +183,7 @@ def _in_parts(tiles: Tensor, stretches: Tensor, most: int) -> tuple[Tensor, Tens
 
 
 def _with_previous(tiles: Tensor, stretches: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Cut stretches so that all blocks of each have one previous tile, which is its last column."""
+    """Cut stretches so that all blocks of each have one previous tile, and write that tile to their last column."""
     last = np.full(num_blocks, -1, dtype=np.int32)
     new_tiles, new_stretches = tiles.numpy().copy(), []
     for rank, (_, first, count, _) in enumerate(tiles.tolist()):

@@ -1,12 +1,12 @@
 """dQ, dK, dV of latent attention (head_dim 192, values of 128): one CTA holds 128 keys, each of two consumers 64.
 
 As `backward_keys`, but dK and dV of 64 keys take 160 of a thread's 240 registers. So a step computes one after another:
-S; dV and a third of dQ of the previous block; dP; dK and the rest of that dQ. P waits for dP in fp16. Turns would not
-help, since one of the consumers computes products most of the time.
+S; dV and a third of dQ of the previous block; dP; dK and the rest of that dQ. Until dP is known, P is kept in fp16. The
+consumers do not alternate: without a rule, one of them computes products most of the time.
 
 The columns of Q and K are two pieces, of SPLIT = 128 and REST = 64 columns, those of V and dO are one of SPLIT. Each
-consumer computes half of either piece of dQ. The places of K and V are hidden from the compiler, which would keep
-addresses in registers.
+consumer computes half of either piece of dQ. Indices of K and V are `hidden` from the compiler, which would keep the
+addresses of all of them in registers.
 """
 
 from ringflash_kernels.hopper.backward.problem import (
@@ -40,7 +40,16 @@ from ringflash_kernels.hopper.compat import (
 
 @aggregate
 class LatentShared:
-    """Shared memory of a CTA, and the compile-time choices that every role needs."""
+    """Shared memory of a CTA: Q and K in two pieces of columns, whose names end in 0 and 1.
+
+    q, dout, stats        STAGES blocks of 64 queries: Q, dO, and lse with delta
+    k, v                  K and V of the tile's 128 keys, by consumer
+    ds                    dS^T of this block and of the previous one, by consumer: buffer * 2 + W
+    dq_first, dq_second   columns of dQ, dK or dV that a consumer sends
+    ..._full              mbarriers that are signalled when a buffer is filled
+    ..._empty             mbarriers that are signalled when it has been read
+    begin, begins         as in `backward.keys.KeyShared`
+    """
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor
