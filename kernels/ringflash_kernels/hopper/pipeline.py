@@ -122,6 +122,15 @@ def place_of(ticket, problem):
 
 
 @gluon.jit
+def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
+    """Return first row, number of blocks, last stretch and number of stretches of a ticket's tile."""
+    _batch, _head, rank = place_of(ticket, problem)
+    entry = pointers.table + rank * 4
+    num_stretches = gl.load(entry + 2)
+    return gl.load(entry) * V.tiles.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+
+
+@gluon.jit
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
     """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
 
@@ -133,11 +142,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
     batch, head, rank = place_of(ticket, problem)
     row = (problem.num_row_tiles - 1 - rank) * ROWS
     if V.mask == "ends":
-        entry = pointers.table + rank * 4
-        row = gl.load(entry) * ROWS
-        num_stretches = gl.load(entry + 2)
-        stretch = gl.load(entry + 1) + num_stretches - 1
-        num_blocks = gl.load(entry + 3)
+        row, num_blocks, stretch, num_stretches = two_sided_tile(ticket, problem, pointers, V)
         return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, stretch, num_stretches)
     if V.mask == "none":
         first_key = batch * 0
@@ -361,25 +366,44 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
+def limits_of(rows, pointers, V: gl.constexpr):
+    """Return the keys [start, stop) that each row sees, of those whose end is after it; start only if V.starts."""
+    own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, V.score_layout))
+    stop = gl.load(pointers.stop + own)
+    if V.starts:
+        start = gl.load(pointers.start + own)
+    else:
+        start = 0
+    return start, stop
+
+
+@gluon.jit
+def hide_between(s, limits, index, key, rows, shared, pointers, V: gl.constexpr):
+    """Return S with -inf for keys that the row does not see, by `limits_of` the rows and the ends of the keys."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    SHAPE: gl.constexpr = s.shape
+    start, stop = limits
+    columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+    own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
+    if V.ends_bytes:
+        ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+    else:
+        ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
+    keys = key + columns
+    own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
+    s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
+    if V.starts:
+        s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
+    return s
+
+
+@gluon.jit
 def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
     """Return S with -inf for keys that the row does not see; their ends are in slot `index` of the ring."""
-    S_LAYOUT: gl.constexpr = V.score_layout
-    keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
     if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
-        own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
-        stop = gl.load(pointers.stop + own)
-        if V.ends_bytes:
-            ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
-        else:
-            columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-            ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
-        SHAPE: gl.constexpr = s.shape
-        own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
-        s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
-        if V.starts:
-            start = gl.load(pointers.start + rows.first + gl.arange(0, V.tiles.block_m, layout=stop.type.layout))
-            s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
+        s = hide_between(s, limits_of(rows, pointers, V), index, key, rows, shared, pointers, V)
     else:
+        keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, V.score_layout))
         visible = keys[None, :] < rows.stop[:, None]
         if V.mask != "none":
             visible = visible & (keys[None, :] >= rows.start[:, None])
