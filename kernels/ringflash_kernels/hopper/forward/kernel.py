@@ -227,9 +227,7 @@ def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, probl
                 )
         if num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
-            ticket, next_tile, next_stretch = look_ahead(
-                0, 0, ticket, next_tile, next_stretch, problem, pointers, V
-            )
+            ticket, next_tile, next_stretch = look_ahead(0, 0, ticket, next_tile, next_stretch, problem, pointers, V)
         count += 1
     return ticket, count
 
