@@ -228,7 +228,7 @@ def test_faults_beside_are_caught() -> None:
         ("backward.aside", "gl.where(phase == 0, 1, (phase + 3) // 2)", "gl.where(phase == 0, 1, (phase + 1) // 2)"),
         ("backward.aside", ".permute([0, 1, 3, 2, 4])", ""),
         ("backward.aside", "gl.where(empty, 0.0, delta)", "delta * 0"),
-        ("backward.host", "first=self._cast", "first=0"),
+        ("backward.host", "first=self._cast", "first=self._cast + 1"),
     ):
         assert is_caught(fault, MASKS["deep, window"], check), fault
 

@@ -123,7 +123,7 @@ def draw(pointer):
 
 @gluon.jit
 def count_up(pointer):
-    """Add 1 to an int32 in global memory, by one warp. Who then waits for the sum sees the earlier writes of the warp."""
+    """Add 1 to an int32 in global memory, by one warp. Readers that `wait_for` the sum see its earlier writes."""
     asm: gl.constexpr = """{
         .reg .pred first;
         .reg .b32 lane;

@@ -1,10 +1,12 @@
-"""What three additional warps of `backward_keys` do beside its tiles: the passes before and after those of other heads.
+"""Work of three more warps of `backward_keys`, beside its tiles: the passes before and after those of other heads.
 
 The heads run in sections. While the tiles of one run, these warps compute the statistics of the rows of later sections
 and clear their dQ, and scale and cast the dQ of earlier ones. The first section is prepared, and the last one cast, by
-kernels of their own (`preprocess.py`). A job is 64 rows of a head; the order is: prepare section 1, then for m = 0, 1,
-...: prepare m + 2, cast m. Jobs are drawn from a counter, and a job waits only for tiles and jobs that were drawn before.
-So thread blocks may start late, or one after another.
+kernels of their own (`preprocess.py`).
+
+A job is 64 rows of a head. The jobs prepare section 1, and then for m = 0, 1, ... prepare m + 2 and cast m. They are
+drawn from a counter, as the tiles are, and each waits only for tiles and jobs that were drawn before. So thread blocks
+may start late, or one after another.
 """
 
 from ringflash_kernels.hopper.compat import aggregate, count_up, draw, gl, gluon, wait_for

@@ -647,6 +647,7 @@ def backward_keys(
     DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
     EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
+    ASIDE: three more warps prepare and cast other heads, see `Aside`, whose fields are counters_ptr to seqlen.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
@@ -734,18 +735,14 @@ def backward_keys(
         sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
         begins_desc, drawn_ptr, aside,
     )  # fmt: skip
+    first_args = sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
+    second_args = sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(
             [
-                (
-                    _consume_first,
-                    (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
-                (
-                    _consume_second,
-                    (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
+                (_consume_first, first_args),
+                (_consume_second, second_args),
                 (_load, load_args),
                 (add_first, (sm, problem, order, dq0_desc, dq1_columns)),
                 (add_second, (sm, problem, order, dq0_desc, dq1_columns)),
@@ -757,14 +754,8 @@ def backward_keys(
     elif ASIDE:
         gl.warp_specialize(
             [
-                (
-                    _consume_first,
-                    (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
-                (
-                    _consume_second,
-                    (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
+                (_consume_first, first_args),
+                (_consume_second, second_args),
                 (_load, load_args),
                 (work_aside, (aside, problem, drawn_ptr, SPLIT)),
                 (work_aside, (aside, problem, drawn_ptr, SPLIT)),
@@ -775,17 +766,5 @@ def backward_keys(
         )
     else:
         gl.warp_specialize(
-            [
-                (
-                    _consume_first,
-                    (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
-                (
-                    _consume_second,
-                    (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside),
-                ),
-                (_load, load_args),
-            ],
-            [4, 1],
-            [240, 24],
+            [(_consume_first, first_args), (_consume_second, second_args), (_load, load_args)], [4, 1], [240, 24]
         )

@@ -84,7 +84,7 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 def preprocess(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, stats: Tensor, dq: Tensor, heads: int, *, zeros: bool
 ) -> None:
-    """Compute the statistics of every query row of the first heads, and fill their dq with zeros if these are asked for.
+    """Compute the statistics of every query row of the first heads, and fill their dq with zeros on request.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, value_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).

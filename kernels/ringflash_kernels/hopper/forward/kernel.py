@@ -218,8 +218,11 @@ def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, probl
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
                 if j == 0:
                     announce_stretch(index, end * BN + shift, end - begin, masked, shared)
-                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN + shift,
-                          kv, count, done == 0, V)  # fmt: skip
+                key = (end - 1 - j) * BN + shift
+                is_first = done == 0
+                load_keys(
+                    q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, is_first, V
+                )
                 kv += 1
                 done += 1
                 ticket, next_tile, next_stretch = look_ahead(
