@@ -208,13 +208,15 @@ def _in_sections(emulator: Emulator) -> Emulator:
 @pytest.mark.parametrize("shape", [Shape(64, 6, 3), pytest.param(Shape(128, 8, 4, batch=2), marks=_NIGHTLY)], ids=str)
 def test_other_heads_are_done_beside(shape: Shape, resident: int) -> None:
     """With the only dq known, warps beside the tiles prepare later heads and cast those of earlier ones."""
-    emulator = _in_sections(_in_parts(Emulator(0, resident=resident)))
-    host, found = emulator.load("backward.host"), []
-    original = host.HopperBackward._aside
-    host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]
-    options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
-    assert_close(*_gradients(_fresh(MASKS["deep, window"]), shape, **options), num_chunks=2)
-    assert found[0] is not None
+    for name, prepare in (("deep, window", _in_parts), ("rollouts", _walking_down), ("many small documents", Emulator)):
+        emulator = Emulator(0, resident=resident)
+        emulator = _in_sections(emulator if prepare is Emulator else prepare(emulator))
+        host, found = emulator.load("backward.host"), []
+        original = host.HopperBackward._aside
+        host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]  # noqa: B023
+        options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
+        assert_close(*_gradients(_fresh(MASKS[name]), shape, **options), num_chunks=2)
+        assert found[0] is not None
 
 
 def test_faults_beside_are_caught() -> None:

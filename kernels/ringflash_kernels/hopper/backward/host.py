@@ -49,6 +49,7 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
+_FEW_VISITS = 48  # of tiles, to a block of 64 rows: preparing and casting a block takes as long as two
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -191,9 +192,19 @@ class HopperBackward:
         separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if grouped < separate else 1
 
-    def _is_early(self, hop: HopRectangle) -> bool:
-        """Return whether CTAs of `backward_keys` draw their tiles: under a window only, since others lost 0 to 3%."""
-        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
+    def _is_early(self, hop: HopRectangle, walk: Walks) -> bool:
+        """Return whether CTAs of `backward_keys` draw their tiles, which needs a two-sided mask.
+
+        Under a window, long tiles then read their rows when others do. Other masks lose 0 to 3%, and gain more if the
+        passes before and after the tiles take much of the time.
+        """
+        if self.ordered or self.tiles.wide or self.tiles.rest:  # two pieces would spill
+            return False
+        return hop.has_begins or (self._waits(hop) and walk.blocks <= _FEW_VISITS * (hop.num_rows // 64))
+
+    def _waits(self, hop: HopRectangle) -> bool:
+        """Return whether no head is prepared yet, and the hop has all rows."""
+        return self._operands is not None and hop.num_rows == self.q.shape[1]
 
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
         """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
@@ -273,7 +284,7 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = self._is_early(hop)
+            early = tables.early
             aside = self._aside(hop, num_groups // heads_together, heads_together * group) if early else None
             self._prepare()
             _KEYS(
@@ -296,7 +307,7 @@ class HopperBackward:
 
         None if there is one section, or if all heads are prepared.
         """
-        if sections == 1 or self._operands is None or hop.num_rows < self.q.shape[1]:
+        if sections == 1 or not self._waits(hop):
             return None
         prepared = self._prepare(heads)
         assert prepared is not None and self._only_dq is not None
@@ -369,16 +380,16 @@ class HopperBackward:
         short = walk.blocks <= _SHORT_BLOCKS * len(walk.tiles)
         together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
-        most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
+        early = self._is_early(hop, walk)
+        most = _HEADS_TOGETHER // 2 if early or (hop.has_begins and not self.ordered) else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
-            early = self._is_early(hop)
             part, most = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
             walk, down = walks(side, device, rows, block_n, 64, part=part), False
             together = _largest_divisor(num_groups, most)
-        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
+        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed, early)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -482,6 +493,7 @@ class Tables(NamedTuple):
         down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
             same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
         num_walks: parts of tiles, and other tiles; summed: see `Walks`.
+        early: CTAs draw their tiles.
         lap: of the clock. With more blocks than most tiles visit, these would often be at none that it shows.
     """
 
@@ -492,6 +504,7 @@ class Tables(NamedTuple):
     lap: int = 0
     num_walks: int = 0
     summed: Tensor | None = None
+    early: bool = False
 
 
 class HopRectangle(NamedTuple):
