@@ -88,13 +88,12 @@ class HopperBackward:
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
         self._only_dq = None if only_dq is None or misaligned(only_dq) else checked_dq(q, only_dq)
-        self._cast = 0  # heads whose dQ `backward_keys` has cast
+        self._cast = 0  # heads whose dQ is scaled and cast already
         self.stats, self.dq = statistics(q)
         self._operands: tuple[Tensor, Tensor, Tensor | None] | None = out, lse, dlse
         if not self._may_wait():
             self._prepare()
         self._dq_is_written = not self.tiles.wide
-        self._is_finished = False
         self.clock = q.new_empty(1, dtype=torch.int32)
         if self.ordered:
             self.numbers = q.new_zeros(self.dq.shape[0], self.stats.shape[2] // 64, dtype=torch.int32)
@@ -140,7 +139,7 @@ class HopperBackward:
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
-        if self._is_finished or self._cast:
+        if self._cast:
             raise RuntimeError("add must be called once if only_dq is given, got another call; leave only_dq out.")
         if not self.q.dtype == k.dtype == v.dtype:  # kernels are compiled for one dtype
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
@@ -157,12 +156,10 @@ class HopperBackward:
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
-        if self._is_finished:
-            if out is not self._only_dq:
-                raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
-            return out
         if self._cast and out is not self._only_dq:
             raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
+        if self._cast == self.dq.shape[0]:
+            return out
         out = checked_dq(self.q, out)
         with device_guard(self.q.device):
             postprocess(self.accumulated_dq(), out, self.softmax_scale, first=self._cast)
@@ -331,7 +328,7 @@ class HopperBackward:
         queries = self._queries(hop.k_start, hop.k_stop)
         add = self._dq_is_written or hop.num_keys < self.q.shape[1]
         if self._only_dq is not None and choices.stores_result and not add:
-            dq_desc, self._is_finished = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), True
+            dq_desc, self._cast = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), self.dq.shape[0]
         else:
             dq_desc = block_descriptor(self.accumulated_dq() if add else self.dq, (1, 64, tiles.pieces[0] // 2))
             self._dq_is_written = True
@@ -343,7 +340,7 @@ class HopperBackward:
         if hop.two_sided:
             ends, *tables = self._query_tables(mask, k.device)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._is_finished), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._cast > 0), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout, dq_desc, ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
