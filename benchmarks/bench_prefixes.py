@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -276,7 +274,7 @@ def run_group(options: argparse.Namespace) -> None:
     found = timed_in_turns(makers, sizes, device, options.repetitions, left_out)
     if dist.get_rank() == 0:
         content = {
-            "environment": describe(), "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
+            "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
             "tokens": {"shared": once.seqlen, "unshared": each.seqlen},
             "pairs": {"shared": once.mask.num_visible, "unshared": each.mask.num_visible},
             "seconds": found, "left_out": left_out,
@@ -296,15 +294,13 @@ def content_of(group: str, options: argparse.Namespace) -> dict:
         ]  # fmt: skip
         for name in ("prompt", "answers", "length", "repetitions"):
             command += [f"--{name}", str(getattr(options, name))]
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command)
         try:
             problem = f"ended with {code}" if (code := process.wait(options.limit)) else ""
         except subprocess.TimeoutExpired:
             problem = f"not finished after {options.limit:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
+            process.terminate()  # torchrun then ends its processes
+            process.wait()
         if path.exists():
             return json.loads(path.read_text())
         return {"seconds": {}, "left_out": dict.fromkeys(GROUPS[group], problem)}
@@ -322,7 +318,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.group:
         return run_group(options)
-    found: dict = {"seconds": {}, "left_out": {}}
+    found: dict = {"environment": describe(), "seconds": {}, "left_out": {}}
     for group in GROUPS:
         content = content_of(group, options)
         found = found | content | {name: found[name] | content[name] for name in ("seconds", "left_out")}
