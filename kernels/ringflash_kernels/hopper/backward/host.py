@@ -195,9 +195,8 @@ class HopperBackward:
         Under a window, long tiles then read their rows when others do. Other masks lose 0 to 3%, and gain more if the
         passes before and after the tiles take much of the time.
         """
-        if self.ordered or self.tiles.wide or self.tiles.rest:  # two pieces would spill
-            return False
-        return hop.has_begins or (self._waits(hop) and walk.blocks <= _FEW_VISITS * (hop.num_rows // 64))
+        few = self._waits(hop) and walk.blocks <= _FEW_VISITS * (hop.num_rows // 64)
+        return not self.tiles.rest and (hop.has_begins or few)  # two pieces would spill
 
     def _waits(self, hop: HopRectangle) -> bool:
         """Return whether no head is prepared yet, and the hop has all rows."""
@@ -377,7 +376,7 @@ class HopperBackward:
         short = walk.blocks <= _SHORT_BLOCKS * len(walk.tiles)
         together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
-        early = self._is_early(hop, walk)
+        early = in_parts and self._is_early(hop, walk)
         most = _HEADS_TOGETHER // 2 if early or (hop.has_begins and not self.ordered) else _HEADS_TOGETHER
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
