@@ -147,14 +147,9 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         patches = {"_PART_BLOCKS": 1, "_EARLY_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
         with mock.patch.multiple(backward, **patches):
             _backward(recorder, head_dim, "ends window", accumulate=False, parts=True)
-    if head_dim in (64, 128):
-        with mock.patch.multiple(backward, **patches, _EARLY_PARTS_TOGETHER=1, _L2_BYTES_PER_SECTION=1):
+    if head_dim == 128:
+        with mock.patch.multiple(backward, **patches, _BESIDE_TOGETHER=1, _L2_BYTES_PER_SECTION=1):
             _backward(recorder, head_dim, "ends window", accumulate=False, parts=True, only_dq=True)
-        patches = dict(_HEADS_TOGETHER=1, _L2_BYTES_PER_SECTION=1, _SHORT_MASKED=1.0)
-        with mock.patch.multiple(backward, **patches):
-            _backward(recorder, head_dim, "ends down", accumulate=False, only_dq=True)
-        with mock.patch.multiple(backward, **patches | {"_SHORT_MASKED": 0.0}):
-            _backward(recorder, head_dim, "ends", accumulate=False, only_dq=True)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)

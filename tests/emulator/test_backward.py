@@ -109,13 +109,15 @@ def test_only_dq(mask, widths):
     assert_close(*_gradients(mask, shape, only_dq=True), num_chunks=_chunks(mask))
 
 
-@pytest.mark.parametrize("mask, head_dim", [(_CAUSAL, 192), (kernel_masks.MASKS["rollouts"], 64)], ids=["192", "64"])
+@pytest.mark.parametrize(
+    "mask, head_dim", [(_CAUSAL, 192), (kernel_masks.MASKS["deep, window"], 128)], ids=["192", "128"]
+)
 def test_broken_promise_of_only_dq(mask, head_dim):
     """The result holds the heads that are cast before the end: all, or the first sections."""
     q, k, v, dout = inputs(mask, Shape(head_dim))
     dq, dk, dv = torch.empty_like(q), torch.zeros(k.shape), torch.zeros(v.shape)
     lse, module = torch.zeros(1, 2, mask.seqlen_q), Emulator().load("backward.host")
-    module._L2_BYTES_PER_SECTION, module._HEADS_TOGETHER = 1, 2
+    module._L2_BYTES_PER_SECTION = module._BESIDE_TOGETHER = 1
     run = module.HopperBackward(dout, q, q, lse, softmax_scale=1.0, only_dq=dq)
     with cuda_properties(3):
         run.add(k, v, mask, dk, dv)

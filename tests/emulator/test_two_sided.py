@@ -199,31 +199,28 @@ def test_lost_parts_are_caught() -> None:
 def _in_sections(emulator: Emulator) -> Emulator:
     """Let each group of heads be a section of its own."""
     host = emulator.load("backward.host")
-    host._EARLY_PARTS_TOGETHER = host._HEADS_TOGETHER = 1
-    host._L2_BYTES_PER_SECTION = 1
+    host._BESIDE_TOGETHER = host._L2_BYTES_PER_SECTION = 1
     return emulator
 
 
 @pytest.mark.parametrize("resident", [1, 3])
-@pytest.mark.parametrize("shape", [Shape(64, 6, 3), pytest.param(Shape(128, 8, 4, batch=2), marks=_NIGHTLY)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(128, 6, 3), pytest.param(Shape(128, 8, 4, batch=2), marks=_NIGHTLY)], ids=str)
 def test_other_heads_are_done_beside(shape: Shape, resident: int) -> None:
     """With the only dq known, warps beside the tiles prepare later heads and cast those of earlier ones."""
-    for name, prepare in (("deep, window", _in_parts), ("rollouts", _walking_down), ("many small documents", Emulator)):
-        emulator = Emulator(0, resident=resident)
-        emulator = _in_sections(emulator if prepare is Emulator else prepare(emulator))
-        host, found = emulator.load("backward.host"), []
-        original = host.HopperBackward._aside
-        host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]  # noqa: B023
-        options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
-        assert_close(*_gradients(_fresh(MASKS[name]), shape, **options), num_chunks=2)
-        assert found[0] is not None
+    emulator = _in_sections(_in_parts(Emulator(0, resident=resident)))
+    host, found = emulator.load("backward.host"), []
+    original = host.HopperBackward._aside
+    host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]
+    options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
+    assert_close(*_gradients(_fresh(MASKS["deep, window"]), shape, **options), num_chunks=2)
+    assert found[0] is not None
 
 
 def test_faults_beside_are_caught() -> None:
     def check(mask: Mask, emulator: Emulator) -> None:
         options = dict(whole_groups=True, in_step=True, accumulate=False, only_dq=True)
         emulator = _in_sections(_in_parts(emulator))
-        assert_close(*_gradients(_fresh(mask), Shape(64, 6, 3), emulator=emulator, **options))
+        assert_close(*_gradients(_fresh(mask), Shape(128, 4, 2), emulator=emulator, **options))
 
     for fault in (
         ("backward.aside", "wait_for(aside.counters_ptr + 2 + section * 2, problem.num", "(problem.num"),

@@ -114,20 +114,16 @@ def test_several_tiles_of_a_cta(head_dim, accumulate, monkeypatch):
 
 
 @pytest.mark.parametrize("num_sms", [3, 132])
-@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_other_heads_are_done_beside(head_dim, accumulate, num_sms, monkeypatch):
+def test_other_heads_are_done_beside(accumulate, num_sms, monkeypatch):
     """Each head is a section of its own, prepared and cast beside the tiles of others; again and again."""
     monkeypatch.setattr(host, "count_sms", lambda device: num_sms)
-    for name in ("_L2_BYTES_PER_SECTION", "_HEADS_TOGETHER", "_EARLY_PARTS_TOGETHER"):
+    for name in ("_L2_BYTES_PER_SECTION", "_BESIDE_TOGETHER"):
         monkeypatch.setattr(host, name, 1)
-    case = Case(MASKS["deep, window"], head_dim, 8, 8)
+    case = Case(MASKS["deep, window"], 128, 8, 8)
     for _ in range(10):
-        dq = torch.full_like(case.q, torch.nan)
-        backward, (dk, dv) = (
-            case.backward(only_dq=dq),
-            (torch.zeros_like(x, dtype=torch.float32) for x in (case.k, case.v)),
-        )
+        dq, dk, dv = torch.full_like(case.q, torch.nan), *(torch.zeros(case.k.shape, device="cuda") for _ in range(2))
+        backward = case.backward(only_dq=dq)
         backward.add(case.k, case.v, case.mask, dk, dv, accumulate=accumulate)
         case.check((backward.finish(dq), dk, dv))
 

@@ -366,44 +366,25 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
-def limits_of(rows, pointers, V: gl.constexpr):
-    """Return the keys [start, stop) that each row sees, of those whose end is after it; start only if V.starts."""
-    own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, V.score_layout))
-    stop = gl.load(pointers.stop + own)
-    if V.starts:
-        start = gl.load(pointers.start + own)
-    else:
-        start = 0
-    return start, stop
-
-
-@gluon.jit
-def hide_between(s, limits, index, key, rows, shared, pointers, V: gl.constexpr):
-    """Return S with -inf for keys that the row does not see, by `limits_of` the rows and the ends of the keys."""
-    S_LAYOUT: gl.constexpr = V.score_layout
-    SHAPE: gl.constexpr = s.shape
-    start, stop = limits
-    columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-    own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
-    if V.ends_bytes:
-        ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
-    else:
-        ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
-    keys = key + columns
-    own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
-    s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
-    if V.starts:
-        s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
-    return s
-
-
-@gluon.jit
 def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
     """Return S with -inf for keys that the row does not see; their ends are in slot `index` of the ring."""
+    S_LAYOUT: gl.constexpr = V.score_layout
+    keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
     if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
-        s = hide_between(s, limits_of(rows, pointers, V), index, key, rows, shared, pointers, V)
+        own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
+        stop = gl.load(pointers.stop + own)
+        if V.ends_bytes:
+            ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+        else:
+            columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+            ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
+        SHAPE: gl.constexpr = s.shape
+        own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
+        s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
+        if V.starts:
+            start = gl.load(pointers.start + rows.first + gl.arange(0, V.tiles.block_m, layout=stop.type.layout))
+            s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
     else:
-        keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, V.score_layout))
         visible = keys[None, :] < rows.stop[:, None]
         if V.mask != "none":
             visible = visible & (keys[None, :] >= rows.start[:, None])

@@ -49,7 +49,7 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
-_FEW_VISITS = 48  # of tiles, to a block of 64 rows: preparing and casting a block takes as long as two
+_BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are done beside those of others
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -101,12 +101,12 @@ class HopperBackward:
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def _may_wait(self) -> bool:
-        """Return whether `backward_keys` may prepare a part of the heads itself, if the only hop suits."""
+        """Return whether `backward_keys` may prepare other heads, if there is a window: at 64 it gains nothing."""
         assert self._operands is not None
         out, _, dlse = self._operands
         return (
             self._only_dq is not None and dlse is None and out.dtype == self.q.dtype and misaligned(out) is None
-            and not (self.deterministic or self.tiles.wide or self.tiles.rest)
+            and self.tiles.columns == 256 and not (self.deterministic or self.tiles.wide)
         )  # fmt: skip
 
     def _prepare(self, heads: int | None = None) -> tuple[Tensor, Tensor] | None:
@@ -189,18 +189,9 @@ class HopperBackward:
         separate = -(-works * group // SMS) * (steps + STEPS_OF_A_TILE)
         return group if grouped < separate else 1
 
-    def _is_early(self, hop: HopRectangle, walk: Walks) -> bool:
-        """Return whether CTAs of `backward_keys` draw their tiles, which needs a two-sided mask.
-
-        Under a window, long tiles then read their rows when others do. Other masks lose 0 to 3%, and gain more if the
-        passes before and after the tiles take much of the time.
-        """
-        few = self._waits(hop) and walk.blocks <= _FEW_VISITS * (hop.num_rows // 64)
-        return not self.tiles.rest and (hop.has_begins or few)  # two pieces would spill
-
-    def _waits(self, hop: HopRectangle) -> bool:
-        """Return whether no head is prepared yet, and the hop has all rows."""
-        return self._operands is not None and hop.num_rows == self.q.shape[1]
+    def _is_early(self, hop: HopRectangle) -> bool:
+        """Return whether CTAs of `backward_keys` draw their tiles: under a window only, since others lost 0 to 3%."""
+        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
 
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
         """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
@@ -280,8 +271,8 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = tables.early
-            aside = self._aside(hop, num_groups // heads_together, heads_together * group) if early else None
+            early = self._is_early(hop)
+            aside = self._aside(num_groups // heads_together, heads_together * group) if early else None
             self._prepare()
             _KEYS(
                 (*variant, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
@@ -298,12 +289,12 @@ class HopperBackward:
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
-    def _aside(self, hop: HopRectangle, sections: int, heads: int) -> tuple | None:
+    def _aside(self, sections: int, heads: int) -> tuple | None:
         """Prepare the first of several sections of heads; return the arguments of `Aside`, which does the others.
 
         None if there is one section, or if all heads are prepared.
         """
-        if sections == 1 or not self._waits(hop):
+        if sections == 1 or self._operands is None:
             return None
         prepared = self._prepare(heads)
         assert prepared is not None and self._only_dq is not None
@@ -376,16 +367,19 @@ class HopperBackward:
         short = walk.blocks <= _SHORT_BLOCKS * len(walk.tiles)
         together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
-        early = in_parts and self._is_early(hop, walk)
-        most = _HEADS_TOGETHER // 2 if early or (hop.has_begins and not self.ordered) else _HEADS_TOGETHER
+        most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
+        beside = in_parts and self._operands is not None and self._is_early(hop)
+        most = _BESIDE_TOGETHER if beside else most
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
-            part, most = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            early = self._is_early(hop)
+            part, parts = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            most = _BESIDE_TOGETHER if beside else parts
             walk, down = walks(side, device, rows, block_n, 64, part=part), False
             together = _largest_divisor(num_groups, most)
-        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed, early)
+        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -489,7 +483,6 @@ class Tables(NamedTuple):
         down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
             same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
         num_walks: parts of tiles, and other tiles; summed: see `Walks`.
-        early: CTAs draw their tiles.
         lap: of the clock. With more blocks than most tiles visit, these would often be at none that it shows.
     """
 
@@ -500,7 +493,6 @@ class Tables(NamedTuple):
     lap: int = 0
     num_walks: int = 0
     summed: Tensor | None = None
-    early: bool = False
 
 
 class HopRectangle(NamedTuple):

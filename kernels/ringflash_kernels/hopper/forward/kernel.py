@@ -46,10 +46,8 @@ from ringflash_kernels.hopper.pipeline import (
     attend_nothing,
     decode,
     hide,
-    hide_between,
     key_of,
     lane_sums,
-    limits_of,
     load_parts,
     load_q,
     load_state,
@@ -97,6 +95,11 @@ class ForwardVariant:
     mask: str
     resume: bool
     starts: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """True if the next tile is read before a tile ends: under two-sided masks without a window."""
+        return self.mask == "ends" and not self.starts and self.tiles.ahead
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -169,6 +172,28 @@ def load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv
 
 
 @gluon.jit
+def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count,
+                   V: gl.constexpr):  # fmt: skip
+    """Load the blocks of a tile's stretches, last to first; with the first block of each say what the stretch is."""
+    BN: gl.constexpr = V.tiles.block_n
+    for i in range(tile.num_stretches):
+        entry = pointers.stretches + (tile.stretch - i) * 4
+        begin = gl.load(entry)
+        end = gl.load(entry + 1)
+        masked = gl.load(entry + 2)
+        shift = gl.load(entry + 3)
+        for j in range(end - begin):
+            index, phase = slot(kv, V.tiles.num_stages)
+            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+            if j == 0:
+                announce_stretch(index, end * BN + shift, end - begin, masked, shared)
+            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN + shift,
+                      kv, count, i + j == 0, V)  # fmt: skip
+            kv += 1
+    return kv
+
+
+@gluon.jit
 def stretch_of(number, pointers):
     """Return first block, end, kind and shift of a stretch; see `Walks`."""
     entry = pointers.stretches + number * 4
@@ -176,25 +201,28 @@ def stretch_of(number, pointers):
 
 
 @gluon.jit
-def look_ahead(done, num_blocks, ticket, tile, stretch, problem, pointers, V: gl.constexpr):
-    """Draw the next ticket when 2 blocks of a tile are on their way, read its tile when 4 are, its stretch when 6 are.
+def look_ahead(left, num_blocks, ticket, tile, stretch, problem, pointers, V: gl.constexpr):
+    """Draw the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its stretch when 2 are.
 
-    Each takes about as long as a block. At the end of a tile the consumers would wait for all three.
+    Each takes about as long as a block, and at the end of a tile the consumers would wait for all three. In a short
+    tile they would wait for its first blocks, so all are read at the end.
     """
-    if done == gl.minimum(num_blocks, 2):
+    step = gl.where(num_blocks >= 16, 2, 0)
+    if left == 3 * step:
         ticket = draw(pointers.counter) + gl.num_programs(0)
-    if done == gl.minimum(num_blocks, 4):
+    if left == 2 * step:
         tile = two_sided_tile(ticket, problem, pointers, V)
-    if done == gl.minimum(num_blocks, 6):
+    if left == step:
         stretch = stretch_of(gl.maximum(tile[2], 0), pointers)
     return ticket, tile, stretch
 
 
 @gluon.jit
-def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
-    """Producer warp under a two-sided mask: load the blocks of each tile's stretches, last to first.
+def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """Load the tiles of this program under a two-sided mask, and read what comes next before a tile ends.
 
-    With the first block of each stretch, say what the stretch is.
+    Returns:
+        ticket, count: the ticket after the last tile, and the number of tiles.
     """
     BN: gl.constexpr = V.tiles.block_n
     count = 0
@@ -209,7 +237,7 @@ def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, probl
         tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
         publish(ticket, row, num_blocks, count, shared, barriers, V)
         head_kv = head // problem.heads_per_kv
-        done = 0
+        left = num_blocks
         for i in range(num_stretches):
             if i > 0:
                 begin, end, masked, shift = stretch_of(last - i, pointers)
@@ -219,14 +247,12 @@ def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, probl
                 if j == 0:
                     announce_stretch(index, end * BN + shift, end - begin, masked, shared)
                 key = (end - 1 - j) * BN + shift
-                is_first = done == 0
-                load_keys(
-                    q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, is_first, V
-                )
+                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count,
+                          i + j == 0, V)  # fmt: skip
                 kv += 1
-                done += 1
+                left -= 1
                 ticket, next_tile, next_stretch = look_ahead(
-                    done, num_blocks, ticket, next_tile, next_stretch, problem, pointers, V
+                    left, num_blocks, ticket, next_tile, next_stretch, problem, pointers, V
                 )
         if num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
@@ -237,7 +263,9 @@ def produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, probl
 
 @gluon.jit
 def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
-    """Producer warp under another mask: load the blocks of each tile, last to first."""
+    """Load the tiles of this program; see `produce_ahead`."""
+    BN: gl.constexpr = V.tiles.block_n
+    STAGES: gl.constexpr = V.tiles.num_stages
     count = 0
     kv = 0
     ticket = gl.program_id(0)
@@ -245,12 +273,17 @@ def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
         tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
         publish(ticket, tile.row, tile.num_blocks, count, shared, barriers, V)
         head_kv = tile.head // problem.heads_per_kv
-        for i in range(tile.num_blocks):
-            index, phase = slot(kv, V.tiles.num_stages)
-            key = tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
-            mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, i == 0, V)
-            kv += 1
+        if V.mask == "ends":
+            kv = walk_stretches(
+                q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count, V
+            )
+        else:
+            for i in range(tile.num_blocks):
+                index, phase = slot(kv, STAGES)
+                key = tile.key + (tile.num_blocks - 1 - i) * BN
+                mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, i == 0, V)
+                kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
@@ -261,8 +294,8 @@ def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
-    if V.mask == "ends":
-        ticket, count = produce_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V)
+    if V.ahead:
+        ticket, count = produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V)
     else:
         ticket, count = produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V)
     publish(ticket, 0, 0, count, shared, barriers, V)
@@ -390,19 +423,15 @@ def attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W: gl
     STAGES: gl.constexpr = V.tiles.num_stages
     n = tile.num_blocks
     acc, row_max, row_sum = nothing_yet(V)
-    if V.mask == "ends":  # read while K is on its way
-        limits = limits_of(rows, pointers, V)
     index, phase = slot(kv, STAGES)
     mbarrier.wait(barriers.k_full.index(index), phase)
     s = warpgroup_mma_wait(0, deps=(scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V),))
     if V.mask == "ends":
         end, num_masked, num_full = stretch_at(index, shared)
         key = end - V.tiles.block_n
-        s = hide_between(s, limits, index, key, rows, shared, pointers, V)
-        mbarrier.arrive(barriers.k_empty.index(index), count=1)
     else:
         key = key_of(tile, 0, V)
-        s = seen_scores(s, index, key, rows, shared, barriers, pointers, V.mask != "none", V)
+    s = seen_scores(s, index, key, rows, shared, barriers, pointers, V.mask != "none", V)
     if V.mask == "none":
         if tile.end_full < n:
             s = hide(s, index, key, rows, shared, pointers, V)
