@@ -1,14 +1,15 @@
 """Rollouts that share a prompt, over several GPUs: tokens and seconds with the prompt once, and with one for each.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_prefixes.py [--prompt 32768 --answers 16 --length 4096] [--json FILE]
-    torchrun --nproc-per-node 2 benchmarks/bench_prefixes.py --toy            (CPU, gloo: no speed)
+    python benchmarks/bench_prefixes.py --json FILE [--gpus 2] [--prompt 32768 --answers 16 --length 4096] [--limit 90]
+    python benchmarks/bench_prefixes.py --json FILE --toy            (CPU, gloo: no speed)
 
 attention: forward and backward of ring_attention, 32/8 heads of 128, layout balanced. layer: a decoder layer of the
 sizes of Llama 3 8B around it, without rotary embedding, its MLP recomputed by pieces. log_probs: `ringflash.log_probs`
 of two such layers with an embedding and a head of 128,256 tokens, with and without share_prefixes, from the tokens of
 all rollouts to the gradients of the weights. flex_attention: torch's context parallelism with its load balancer, which
 gathers keys and values, on the sequence with one prompt. Each time is that of the slowest rank, the median of the
-repetitions, which follow an untimed one. The contenders of a group take turns. Results are written after each group.
+repetitions, which follow an untimed one. The contenders of a group take turns. Each group runs in processes of its own,
+at most --limit seconds; the file is written after each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -249,39 +252,78 @@ def timed_in_turns(
     return {name: round(statistics.median(values), 5) for name, values in samples.items()}
 
 
-def main() -> None:
-    """Time the contenders and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("prompt", 32768), ("answers", 16), ("length", 4096), ("repetitions", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+Makers = dict[str, tuple[Callable[[Rollouts, Sizes, torch.device], Run], bool]]  # and whether there is one prompt
+GROUPS: dict[str, Makers] = {
+    "flex_attention": {
+        "flex_attention, shared": (flex_run, True),
+        "attention beside it, shared": (attention_run, True),
+    },
+    "attention": {"attention, shared": (attention_run, True), "attention, unshared": (attention_run, False)},
+    "layer": {"layer, shared": (layer_run, True), "layer, unshared": (layer_run, False)},
+    "log_probs": {"log_probs, shared": (log_probs_run, True), "log_probs, unshared": (log_probs_run, False)},
+}
+
+
+def run_group(options: argparse.Namespace) -> None:
+    """Time a group, as one of its processes."""
     device, sizes = join(options.toy), Sizes(options.toy)
     count = (options.prompt, options.answers, options.length)
     once, each = (Rollouts(*count, shared=shared) for shared in (True, False))
-    groups: list[dict[str, tuple[Callable[[Rollouts, Sizes, torch.device], Run], Rollouts]]] = [
-        {"attention, shared": (attention_run, once), "attention, unshared": (attention_run, each)},
-        {"log_probs, shared": (log_probs_run, once), "log_probs, unshared": (log_probs_run, each)},
-        {"layer, shared": (layer_run, once), "layer, unshared": (layer_run, each)},
-        {"flex_attention, shared": (flex_run, once), "attention beside it, shared": (attention_run, once)},
-    ]
-    found: dict[str, float] = {}
+    makers = {name: (make, once if shared else each) for name, (make, shared) in GROUPS[options.group].items()}
     left_out: dict[str, str] = {}
-    for makers in groups:
-        found |= timed_in_turns(makers, sizes, device, options.repetitions, left_out)
-        if dist.get_rank() == 0:
-            content = {
-                "environment": describe(), "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
-                "tokens": {"shared": once.seqlen, "unshared": each.seqlen},
-                "pairs": {"shared": once.mask.num_visible, "unshared": each.mask.num_visible},
-                "seconds": found, "left_out": left_out,
-            }  # fmt: skip
-            print(json.dumps({"seconds": found, "left_out": left_out}), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
+    found = timed_in_turns(makers, sizes, device, options.repetitions, left_out)
+    if dist.get_rank() == 0:
+        content = {
+            "ranks": dist.get_world_size(), "rollouts": count, "toy": options.toy,
+            "tokens": {"shared": once.seqlen, "unshared": each.seqlen},
+            "pairs": {"shared": once.mask.num_visible, "unshared": each.mask.num_visible},
+            "seconds": found, "left_out": left_out,
+        }  # fmt: skip
+        options.json.write_text(json.dumps(content))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def content_of(group: str, options: argparse.Namespace) -> dict:
+    """Run a group; return what it wrote, or who is left out because the processes failed or were not done in time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "group.json"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus),
+            __file__, "--group", group, "--json", str(path), *(["--toy"] if options.toy else []),
+        ]  # fmt: skip
+        for name in ("prompt", "answers", "length", "repetitions"):
+            command += [f"--{name}", str(getattr(options, name))]
+        process = subprocess.Popen(command)
+        try:
+            problem = f"ended with {code}" if (code := process.wait(options.limit)) else ""
+        except subprocess.TimeoutExpired:
+            problem = f"not finished after {options.limit:.0f} s"
+            process.terminate()  # torchrun then ends its processes
+            process.wait()
+        if path.exists():
+            return json.loads(path.read_text())
+        return {"seconds": {}, "left_out": dict.fromkeys(GROUPS[group], problem)}
+
+
+def main() -> None:
+    """Run the groups, and write their results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("gpus", 2), ("prompt", 32768), ("answers", 16), ("length", 4096), ("repetitions", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--limit", type=float, default=90, help="seconds of a group")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--group", choices=GROUPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.group:
+        return run_group(options)
+    found: dict = {"environment": describe(), "seconds": {}, "left_out": {}}
+    for group in GROUPS:
+        content = content_of(group, options)
+        found = found | content | {name: found[name] | content[name] for name in ("seconds", "left_out")}
+        print(json.dumps({name: found[name] for name in ("seconds", "left_out")}), flush=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,9 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         patches = {"_PART_BLOCKS": 1, "_EARLY_PART_BLOCKS": 1, "_is_cut": lambda *_: True}
         with mock.patch.multiple(backward, **patches):
             _backward(recorder, head_dim, "ends window", accumulate=False, parts=True)
+    if head_dim == 128:
+        with mock.patch.multiple(backward, **patches, _BESIDE_TOGETHER=1, _L2_BYTES_PER_SECTION=1):
+            _backward(recorder, head_dim, "ends window", accumulate=False, parts=True, only_dq=True)
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
@@ -178,7 +181,8 @@ def _backward(
         _label(head_dim),
         str(dtype)[6:],
         mask,
-        "only dq" if only_dq else "in parts" if parts else "" if accumulate else "store",
+        "in parts" if parts else "" if accumulate else "store",
+        "only dq" if only_dq else "",
         "fp32 out" if out_dtype else "",
         "deterministic" if deterministic else "",
     ]

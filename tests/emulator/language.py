@@ -223,6 +223,8 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if asm.startswith("st.release.gpu"):  # publish
         store(*args)
         return args[1]
+    if "red.release.gpu" in asm:  # count_up
+        return _atomic(np.add.at)(args[0], current_partition().num_threads // 32)
     if "atom.global.add" in asm:  # draw
         return _atomic(np.add.at)(args[0], 1)
     if "ld.acquire.gpu" in asm:  # wait_for

@@ -17,6 +17,7 @@ from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
+from tests.two_sided import kernel_masks
 
 _CAUSAL = MASKS["causal, ragged"]
 _GAP = Mask.of(130, 420, [Region(0, 64, 0, 70), Region(64, 130, 300, 333)])  # tiles of keys that no query sees
@@ -110,16 +111,22 @@ def test_only_dq(mask, widths):
         assert_close(*got, num_chunks=_chunks(mask))
 
 
-def test_broken_promise_of_only_dq():
-    q, k, v, dout = inputs(_CAUSAL, Shape(192))
+@pytest.mark.parametrize(
+    "mask, head_dim", [(_CAUSAL, 192), (kernel_masks.MASKS["deep, window"], 128)], ids=["192", "128"]
+)
+def test_broken_promise_of_only_dq(mask, head_dim):
+    """The result holds the heads that are cast before the end: all, or the first sections."""
+    q, k, v, dout = inputs(mask, Shape(head_dim))
     dq, dk, dv = torch.empty_like(q), torch.zeros(k.shape), torch.zeros(v.shape)
-    lse, module = torch.zeros(1, 2, 190), Emulator().load("backward.host")
+    lse, module = torch.zeros(1, 2, mask.seqlen_q), Emulator().load("backward.host")
+    module._L2_BYTES_PER_SECTION = module._BESIDE_TOGETHER = 1
     run = module.HopperBackward(dout, q, q, lse, softmax_scale=1.0, only_dq=dq)
-    run.add(k, v, _CAUSAL, dk, dv)
+    with cuda_properties(3):
+        run.add(k, v, mask, dk, dv)
     with pytest.raises(ValueError, match="out must be the tensor that was given as only_dq, got another; leave"):
         run.finish()
     with pytest.raises(RuntimeError, match="add must be called once if only_dq is given, got another call; leave"):
-        run.add(k, v, _CAUSAL, dk, dv)
+        run.add(k, v, mask, dk, dv)
 
 
 @pytest.mark.parametrize(

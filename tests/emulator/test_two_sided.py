@@ -196,6 +196,42 @@ def test_lost_parts_are_caught() -> None:
         assert is_caught(fault, MASKS["deep, window"], check), fault
 
 
+def _in_sections(emulator: Emulator) -> Emulator:
+    """Let each group of heads be a section of its own."""
+    host = emulator.load("backward.host")
+    host._BESIDE_TOGETHER = host._L2_BYTES_PER_SECTION = 1
+    return emulator
+
+
+@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize("shape", [Shape(128, 6, 3), pytest.param(Shape(128, 8, 4, batch=2), marks=_NIGHTLY)], ids=str)
+def test_other_heads_are_done_beside(shape: Shape, resident: int) -> None:
+    """With the only dq known, warps beside the tiles prepare later heads and cast those of earlier ones."""
+    emulator = _in_sections(_in_parts(Emulator(0, resident=resident)))
+    host, found = emulator.load("backward.host"), []
+    original = host.HopperBackward._aside
+    host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]
+    options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
+    assert_close(*_gradients(_fresh(MASKS["deep, window"]), shape, **options), num_chunks=2)
+    assert found[0] is not None
+
+
+def test_faults_beside_are_caught() -> None:
+    def check(mask: Mask, emulator: Emulator) -> None:
+        options = dict(whole_groups=True, in_step=True, accumulate=False, only_dq=True)
+        emulator = _in_sections(_in_parts(emulator))
+        assert_close(*_gradients(_fresh(mask), Shape(128, 4, 2), emulator=emulator, **options))
+
+    for fault in (
+        ("backward.aside", "wait_for(aside.counters_ptr + 2 + section * 2, problem.num", "(problem.num"),
+        ("backward.aside", "gl.where(phase == 0, 1, (phase + 3) // 2)", "gl.where(phase == 0, 1, (phase + 1) // 2)"),
+        ("backward.aside", ".permute([0, 1, 3, 2, 4])", ""),
+        ("backward.aside", "gl.where(empty, 0.0, delta)", "delta * 0"),
+        ("backward.host", "first=self._cast", "first=self._cast + 1"),
+    ):
+        assert is_caught(fault, MASKS["deep, window"], check), fault
+
+
 def test_backward_through_lse() -> None:
     assert_close(*_gradients(MASKS["deep, window"], Shape(128), with_dlse=True), num_chunks=2)
 
@@ -256,7 +292,14 @@ _BACKWARD_FAULTS = {
         64,
         ("backward.problem", "first, number + 1)", "first, first)"),
     ),
-    "a tile is drawn twice": (64, (_KEYS, "draw(drawn_ptr) + gl", "draw(drawn_ptr) - 1 + gl")),
+    "a tile is drawn twice": (
+        64,
+        (
+            _KEYS,
+            "            index = draw(drawn_ptr)\n        else",
+            "            index = draw(drawn_ptr) - 1\n        else",
+        ),
+    ),
     "K arrives before the last dQ": (64, (_KEYS, "sm.kv_empty.index(1), (round", "sm.kv_empty.index(0), (round")),
     "dK is overwritten before it has left": (
         128,

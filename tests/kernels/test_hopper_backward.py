@@ -114,6 +114,21 @@ def test_several_tiles_of_a_cta(head_dim, accumulate, monkeypatch):
     case.check(case.run(accumulate))
 
 
+@pytest.mark.parametrize("num_sms", [3, 132])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_other_heads_are_done_beside(accumulate, num_sms, monkeypatch):
+    """Each head is a section of its own, prepared and cast beside the tiles of others; again and again."""
+    monkeypatch.setattr(host, "count_sms", lambda device: num_sms)
+    for name in ("_L2_BYTES_PER_SECTION", "_BESIDE_TOGETHER"):
+        monkeypatch.setattr(host, name, 1)
+    case = Case(MASKS["deep, window"], 128, 8, 8)
+    for _ in range(10):
+        dq, dk, dv = torch.full_like(case.q, torch.nan), *(torch.zeros(case.k.shape, device="cuda") for _ in range(2))
+        backward = case.backward(only_dq=dq)
+        backward.add(case.k, case.v, case.mask, dk, dv, accumulate=accumulate)
+        case.check((backward.finish(dq), dk, dv))
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("accumulate", [False, True])

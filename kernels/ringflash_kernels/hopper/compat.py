@@ -128,6 +128,22 @@ def draw(pointer):
 
 
 @gluon.jit
+def count_up(pointer):
+    """Add 1 to an int32 in global memory, by one warp. Readers that `wait_for` the sum see its earlier writes."""
+    asm: gl.constexpr = """{
+        .reg .pred first;
+        .reg .b32 lane;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first red.release.gpu.global.add.u32 [$1], 1;
+        mov.b32 $0, lane;
+    }"""
+    gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def publish(pointer, number):
     """Store a number in global memory, by one warp. Readers that `wait_for` it see the earlier writes of this warp."""
     asm: gl.constexpr = "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;"

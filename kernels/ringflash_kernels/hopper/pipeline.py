@@ -122,6 +122,15 @@ def place_of(ticket, problem):
 
 
 @gluon.jit
+def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
+    """Return first row, number of blocks, last stretch and number of stretches of a ticket's tile."""
+    _batch, _head, rank = place_of(ticket, problem)
+    entry = pointers.table + rank * 4
+    num_stretches = gl.load(entry + 2)
+    return gl.load(entry) * V.tiles.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+
+
+@gluon.jit
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
     """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
 
@@ -133,11 +142,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
     batch, head, rank = place_of(ticket, problem)
     row = (problem.num_row_tiles - 1 - rank) * ROWS
     if V.mask == "ends":
-        entry = pointers.table + rank * 4
-        row = gl.load(entry) * ROWS
-        num_stretches = gl.load(entry + 2)
-        stretch = gl.load(entry + 1) + num_stretches - 1
-        num_blocks = gl.load(entry + 3)
+        row, num_blocks, stretch, num_stretches = two_sided_tile(ticket, problem, pointers, V)
         return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, stretch, num_stretches)
     if V.mask == "none":
         first_key = batch * 0

@@ -22,7 +22,7 @@ from torch import Tensor
 from ringflash_kernels.api import device_guard
 from ringflash_kernels.hopper.backward.keys import backward_keys
 from ringflash_kernels.hopper.backward.latent import backward_latent
-from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
+from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess, statistics
 from ringflash_kernels.hopper.backward.queries import backward_queries
 from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
 from ringflash_kernels.hopper.backward.wide import backward_wide
@@ -50,8 +50,11 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
+_BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are done beside those of others
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 _HELD_QUERIES = 128  # per CTA of `backward_queries`
+
+_NO_ASIDE = (None,) * 20
 
 _KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
 
@@ -85,16 +88,39 @@ class HopperBackward:
         # A gradient may be expanded (that of a sum has stride 0) or a misaligned view: then TMA needs a copy.
         self.dout = dout if misaligned(dout) is None else dout.clone(memory_format=torch.contiguous_format)
         out = out if out.stride(-1) == 1 else out.contiguous()
-        with device_guard(q.device):
-            self.stats, self.dq = preprocess(self.dout, out, lse, dlse, q.shape[-1], zeros=not self.tiles.wide)
-        self._dq_is_written = not self.tiles.wide
         self._only_dq = None if only_dq is None or misaligned(only_dq) else checked_dq(q, only_dq)
-        self._is_finished = False
+        self._cast = 0  # heads whose dQ is scaled and cast already
+        self.stats, self.dq = statistics(q)
+        self._operands: tuple[Tensor, Tensor, Tensor | None] | None = out, lse, dlse
+        if not self._may_wait():
+            self._prepare()
+        self._dq_is_written = not self.tiles.wide
         self.clock = q.new_empty(1, dtype=torch.int32)
         if self.ordered:
             self.numbers = q.new_zeros(self.dq.shape[0], self.stats.shape[2] // 64, dtype=torch.int32)
             self._next_number = 1
         self._views: dict[tuple[int, int], _Queries] = {}
+
+    def _may_wait(self) -> bool:
+        """Return whether `backward_keys` may prepare other heads, if there is a window: at 64 it gains nothing."""
+        assert self._operands is not None
+        out, _, dlse = self._operands
+        return (
+            self._only_dq is not None and dlse is None and out.dtype == self.q.dtype and misaligned(out) is None
+            and self.tiles.columns == 256 and not (self.deterministic or self.tiles.wide)
+        )  # fmt: skip
+
+    def _prepare(self, heads: int | None = None) -> tuple[Tensor, Tensor] | None:
+        """Compute the statistics of all or the first heads, unless that was done; return out and lse if it was not."""
+        if self._operands is None:
+            return None
+        (out, lse, dlse), self._operands = self._operands, None
+        with device_guard(self.q.device):
+            preprocess(
+                self.dout, out, lse, dlse, self.stats, self.dq, self.dq.shape[0] if heads is None else heads,
+                zeros=not self.tiles.wide,
+            )  # fmt: skip
+        return out, lse
 
     @functools.cached_property
     def ordered(self) -> bool:
@@ -114,7 +140,7 @@ class HopperBackward:
             dk, dv: shape of k, v, both of one dtype.
             accumulate: add to dk and dv, which are fp32. Otherwise overwrite them, in fp32 or the dtype of k.
         """
-        if self._is_finished:
+        if self._cast:
             raise RuntimeError("add must be called once if only_dq is given, got another call; leave only_dq out.")
         if not self.q.dtype == k.dtype == v.dtype:  # kernels are compiled for one dtype
             raise ValueError(f"k and v must be in {self.q.dtype} as q is, got {k.dtype} and {v.dtype}; cast them.")
@@ -131,17 +157,18 @@ class HopperBackward:
 
     def finish(self, out: Tensor | None = None) -> Tensor:
         """Return dq: (batch, seqlen_q, num_heads, head_dim), dtype of q; in `out` if given, unit last stride."""
-        if self._is_finished:
-            if out is not self._only_dq:
-                raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
+        if self._cast and out is not self._only_dq:
+            raise ValueError("out must be the tensor that was given as only_dq, got another; leave only_dq out.")
+        if self._cast == self.dq.shape[0]:
             return out
         out = checked_dq(self.q, out)
         with device_guard(self.q.device):
-            postprocess(self.accumulated_dq(), out, self.softmax_scale)
+            postprocess(self.accumulated_dq(), out, self.softmax_scale, first=self._cast)
         return out
 
     def accumulated_dq(self) -> Tensor:
         """Return the sum so far, unscaled: (batch * num_heads, seqlen_q, head_dim), fp32, its columns interleaved."""
+        self._prepare()
         if not self._dq_is_written:
             self.dq.zero_()
             self._dq_is_written = True
@@ -254,19 +281,39 @@ class HopperBackward:
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
             early = self._is_early(hop)
+            aside = self._aside(num_groups // heads_together, heads_together * group) if early else None
+            self._prepare()
             _KEYS(
-                variant, min(num_works, count_sms(k.device)) if early else num_works,
+                (*variant, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
-                self.drawn if early else self.clock, *scales,
+                self.drawn if early else self.clock, *(aside or _NO_ASIDE), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early, **choices,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early,
+                ASIDE=aside is not None, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
+
+    def _aside(self, sections: int, heads: int) -> tuple | None:
+        """Prepare the first of several sections of heads; return the arguments of `Aside`, which does the others.
+
+        None if there is one section, or if all heads are prepared.
+        """
+        if sections == 1 or self._operands is None:
+            return None
+        prepared = self._prepare(heads)
+        assert prepared is not None and self._only_dq is not None
+        out, lse = prepared
+        self._cast = heads * (sections - 1)
+        counters = self.q.new_zeros(1 + 2 * sections, dtype=torch.int32)
+        return (
+            counters, out, self.dout, lse, self.stats, self.dq, self._only_dq, *_eighths(out), *_eighths(self.dout),
+            *lse.stride(), *_eighths(self._only_dq), self.q.shape[1],
+        )  # fmt: skip
 
     def _add_queries(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
@@ -280,7 +327,7 @@ class HopperBackward:
         queries = self._queries(hop.k_start, hop.k_stop)
         add = self._dq_is_written or hop.num_keys < self.q.shape[1]
         if self._only_dq is not None and choices.stores_result and not add:
-            dq_desc, self._is_finished = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), True
+            dq_desc, self._cast = row_tile(self._only_dq, 64, tiles.pieces[0] // 2), self.dq.shape[0]
         else:
             dq_desc = block_descriptor(self.accumulated_dq() if add else self.dq, (1, 64, tiles.pieces[0] // 2))
             self._dq_is_written = True
@@ -292,7 +339,7 @@ class HopperBackward:
         if hop.two_sided:
             ends, *tables = self._query_tables(mask, k.device)
         _QUERIES(
-            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._is_finished), num_works,
+            (head_dim, v.shape[3], self.q.dtype, hop.has_bounds, hop.two_sided, add, self._cast > 0), num_works,
             *queries.q, *keys[0], *keys[1], *queries.dout, dq_desc, ends, self.stats, *self._bounds(hop), *tables,
             self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows, hop.num_keys,
             num_heads, k.shape[2], num_tiles, heads_together, num_works,
@@ -330,12 +377,15 @@ class HopperBackward:
         together = short or self.ordered or walk.longest * SMS > _LONG_TILE * walk.blocks * num_groups
         # Under a window, long tiles are at different rows at a time, and read them from memory: fewer run together.
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
+        beside = in_parts and self._operands is not None and self._is_early(hop)
+        most = _BESIDE_TOGETHER if beside else most
         down = short and walk.masked <= _SHORT_MASKED * walk.blocks
         down = down and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.latent)
         together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
             early = self._is_early(hop)
-            part, most = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            part, parts = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            most = _BESIDE_TOGETHER if beside else parts
             walk, down = walks(side, device, rows, block_n, 64, part=part), False
             together = _largest_divisor(num_groups, most)
         return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
@@ -415,6 +465,11 @@ def written(
 
 
 _Pieces = list["TensorDescriptor | None"]  # two per operand; the second is None if its columns are one piece
+
+
+def _eighths(x: Tensor) -> list[int]:
+    """Return the strides of a tensor that TMA addresses in 8 elements, but the last one."""
+    return [stride // 8 for stride in x.stride()[:3]]
 
 
 class _Queries(NamedTuple):

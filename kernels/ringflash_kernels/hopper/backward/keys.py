@@ -16,6 +16,7 @@ If EARLY, a CTA takes several tiles, one after another from a counter, so that a
 V of the next tile arrives while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
 """
 
+from ringflash_kernels.hopper.backward.aside import Aside, end_of_draws, work_aside
 from ringflash_kernels.hopper.backward.dq import (
     WRITERS,
     add_first,
@@ -55,6 +56,7 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -113,6 +115,7 @@ class KeyShared:
     ACCUMULATE: gl.constexpr
     PARTS: gl.constexpr
     EARLY: gl.constexpr
+    ASIDE: gl.constexpr
 
 
 @gluon.jit
@@ -148,7 +151,7 @@ def _hand_on(drawn_ptr, index):
 @gluon.jit
 def _load(
     sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-    drawn_ptr,
+    drawn_ptr, aside,
 ):  # fmt: skip
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
@@ -157,7 +160,11 @@ def _load(
     descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
-    index = gl.program_id(0)
+    ready = 0
+    if sm.EARLY:
+        index = draw(drawn_ptr)
+    else:
+        index = gl.program_id(0)
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
@@ -185,6 +192,11 @@ def _load(
                 tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
                 tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
+        if sm.ASIDE:
+            section = aside.section_of(problem, index)
+            if section > ready:
+                aside.wait_for_section(problem, section)
+                ready = section
         if start < stop:  # the block of zeros that precedes the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
@@ -218,16 +230,14 @@ def _load(
         else:
             step = load_in_rounds(sm, problem, _load_queries, descs, batch, first_head, start, stop, first, count, step)
         if sm.EARLY:
-            index = draw(drawn_ptr) + gl.num_programs(0)
+            index = draw(drawn_ptr)
         else:
             index += gl.num_programs(0)
     if sm.EARLY:
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         _hand_on(drawn_ptr, index)
         mbarrier.arrive(sm.kv_full.index(0), count=1)
-        if draw(drawn_ptr + 1) == gl.num_programs(0) - 1:  # the last program resets the counters
-            gl.store(drawn_ptr, 0)
-            gl.store(drawn_ptr + 1, 0)
+        end_of_draws(aside, problem, drawn_ptr, sm.ASIDE)
 
 
 @gluon.jit
@@ -486,7 +496,7 @@ def _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord
 
 
 @gluon.jit
-def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, W: gl.constexpr):
+def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, W: gl.constexpr):
     """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -497,7 +507,11 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
     round = 0
     if W == 1:
         pass_turn(step, W)
-    index = gl.program_id(0)
+    if sm.EARLY:
+        mbarrier.wait(sm.kv_full.index(0), 0)
+        index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
+    else:
+        index = gl.program_id(0)
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
@@ -601,7 +615,11 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
         round += 1
         if sm.EARLY:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
-            index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
+            next_index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
+            if sm.ASIDE:
+                tma_store_complete(round)
+                aside.report(problem, index)
+            index = next_index
         else:
             index += gl.num_programs(0)
     if sm.EARLY:
@@ -611,13 +629,13 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, 1)
 
 
 @gluon.jit(
@@ -625,7 +643,9 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
         "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
-        "numbers_ptr", "num_blocks", "first_number", "drawn_ptr",
+        "numbers_ptr", "num_blocks", "first_number", "drawn_ptr", "counters_ptr", "out_ptr", "dout_ptr", "lse_ptr",
+        "stats_ptr", "acc_ptr", "dq_ptr", "out_batch", "out_row", "out_head", "dout_batch", "dout_row", "dout_head",
+        "lse_batch", "lse_head", "lse_row", "dq_batch", "dq_row", "dq_head", "seqlen",
     ]
 )  # fmt: skip
 def backward_keys(
@@ -634,17 +654,20 @@ def backward_keys(
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
     heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, numbers_ptr,
-    num_blocks, first_number, drawn_ptr, scale_log2, softmax_scale,
+    num_blocks, first_number, drawn_ptr, counters_ptr, out_ptr, dout_ptr, lse_ptr, stats_ptr, acc_ptr, dq_ptr,
+    out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row,
+    dq_batch, dq_row, dq_head, seqlen, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
-    EARLY: gl.constexpr,
+    EARLY: gl.constexpr, ASIDE: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
     EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
+    ASIDE: three more warps prepare and cast other heads, see `Aside`, whose fields are counters_ptr to seqlen.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
@@ -705,7 +728,7 @@ def backward_keys(
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
         SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
-        PARTS, EARLY,
+        PARTS, EARLY, ASIDE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
@@ -721,16 +744,25 @@ def backward_keys(
         sums = (dk0_sum, dk1_sum, dv0_sum, dv1_sum)
     else:
         sums = 0
+    if ASIDE:
+        aside = Aside(
+            out_ptr, dout_ptr, lse_ptr, stats_ptr, acc_ptr, dq_ptr, counters_ptr, out_batch, out_row, out_head,
+            dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, dq_batch, dq_row, dq_head, seqlen,
+        )  # fmt: skip
+    else:
+        aside = 0
     load_args = (
         sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
-        begins_desc, drawn_ptr,
+        begins_desc, drawn_ptr, aside,
     )  # fmt: skip
+    first_args = sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
+    second_args = sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_first, first_args),
+                (_consume_second, second_args),
                 (_load, load_args),
                 (add_first, (sm, problem, order, dq0_desc, dq1_columns)),
                 (add_second, (sm, problem, order, dq0_desc, dq1_columns)),
@@ -739,13 +771,20 @@ def backward_keys(
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
         )
-    else:
+    elif ASIDE:
         gl.warp_specialize(
             [
-                (_consume_first, (sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
-                (_consume_second, (sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr)),
+                (_consume_first, first_args),
+                (_consume_second, second_args),
                 (_load, load_args),
+                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
+                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
+                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
             ],
-            [4, 1],
-            [240, 24],
+            [4, 1, 1, 1, 1],
+            [240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [(_consume_first, first_args), (_consume_second, second_args), (_load, load_args)], [4, 1], [240, 24]
         )

@@ -59,12 +59,13 @@ def _preprocess(
 
 @triton.jit
 def _postprocess(
-    acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks, dq_batch, dq_row, dq_head,
+    acc_ptr, dq_ptr, scale, seqlen, num_heads, num_blocks, first, dq_batch, dq_row, dq_head,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scale and cast dQ of ROWS query rows of a head, and undo `problem.interleave` of its columns."""
-    block = tl.program_id(0) % num_blocks
-    batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
+    program = first + tl.program_id(0)
+    block = program % num_blocks
+    batch_head = (program // num_blocks).to(tl.int64)
     row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     acc_at = (batch_head * seqlen + row) * HEAD_DIM + column
@@ -83,44 +84,46 @@ _PREPROCESS, _POSTPROCESS = (Launcher(kernel, specialised=True) for kernel in (_
 
 
 def preprocess(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, head_dim: int, *, zeros: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Compute the statistics of every query row and allocate the dQ accumulator.
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, stats: Tensor, dq: Tensor, heads: int, *, zeros: bool
+) -> None:
+    """Compute the statistics of every query row of the first heads, and fill their dq with zeros on request.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, value_dim), unit last stride. lse, dlse: (batch, num_heads, seqlen_q).
-        head_dim: head_dim of q, at least value_dim.
-        zeros: fill dq with zeros.
-    Returns:
-        stats: (batch * num_heads, 2, padded seqlen_q), fp32.
-        dq: (batch * num_heads, seqlen_q, head_dim), fp32.
+        stats, dq: see `statistics`.
+        heads: of batch * num_heads.
     """
-    batch, seqlen, num_heads, value_dim = out.shape
-    num_blocks = -(-seqlen // ROWS)
-    stats = out.new_empty(batch * num_heads, 2, num_blocks * ROWS, dtype=torch.float32)
-    dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
+    _, seqlen, num_heads, value_dim = out.shape
+    num_blocks, head_dim = -(-seqlen // ROWS), dq.shape[-1]
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _PREPROCESS(
-        (head_dim, value_dim, has_dlse, zeros), num_blocks * batch * num_heads,
+        (head_dim, value_dim, has_dlse, zeros), num_blocks * heads,
         out, dout, lse, dlse, stats, dq, seqlen, num_blocks * ROWS, num_heads, num_blocks,
         *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         HEAD_DIM=head_dim, VALUE_DIM=value_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=ROWS,
         HAS_DLSE=has_dlse, ZEROS=zeros,
     )  # fmt: skip
-    return stats, dq
 
 
-def postprocess(acc: Tensor, dq: Tensor, softmax_scale: float) -> None:
+def statistics(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate the statistics of every query row, (batch * num_heads, 2, padded seqlen_q), and dQ, (..., head_dim)."""
+    batch, seqlen, num_heads, head_dim = q.shape
+    stats = q.new_empty(batch * num_heads, 2, -(-seqlen // ROWS) * ROWS, dtype=torch.float32)
+    return stats, q.new_empty(batch * num_heads, seqlen, head_dim, dtype=torch.float32)
+
+
+def postprocess(acc: Tensor, dq: Tensor, softmax_scale: float, *, first: int = 0) -> None:
     """Write softmax_scale * acc to dq, with the columns back in order.
 
     Args:
         dq: (batch, seqlen_q, num_heads, head_dim), unit last stride.
+        first: head of batch * num_heads to begin with.
     """
     batch, seqlen, num_heads, head_dim = dq.shape
     num_blocks = -(-seqlen // ROWS)
     _POSTPROCESS(
-        head_dim, num_blocks * batch * num_heads,
-        acc, dq, softmax_scale, seqlen, num_heads, num_blocks, *dq.stride()[:3],
+        head_dim, num_blocks * (batch * num_heads - first),
+        acc, dq, softmax_scale, seqlen, num_heads, num_blocks, first * num_blocks, *dq.stride()[:3],
         HEAD_DIM=head_dim, COLUMNS=1 << (head_dim - 1).bit_length(), ROWS=ROWS,
     )  # fmt: skip

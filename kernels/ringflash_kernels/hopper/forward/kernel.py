@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.compat import (
+    draw,
     gl,
     gluon,
     maxima_of_rows,
@@ -40,6 +41,7 @@ from ringflash_kernels.hopper.pipeline import (
     Pointers,
     Problem,
     QueryRows,
+    Tile,
     announce_stretch,
     attend_nothing,
     decode,
@@ -59,6 +61,7 @@ from ringflash_kernels.hopper.pipeline import (
     pair,
     pass_block,
     pass_turn,
+    place_of,
     publish,
     receive,
     received_tile,
@@ -72,6 +75,7 @@ from ringflash_kernels.hopper.pipeline import (
     take_turn,
     tickets,
     tiles_at,
+    two_sided_tile,
     visible_keys,
 )
 
@@ -91,6 +95,11 @@ class ForwardVariant:
     mask: str
     resume: bool
     starts: bool = False
+
+    @property
+    def ahead(self) -> bool:
+        """True if the next tile is read before a tile ends: under two-sided masks without a window."""
+        return self.mask == "ends" and not self.starts and self.tiles.ahead
 
     @property
     def score_layout(self) -> gl.NVMMADistributedLayout:
@@ -185,8 +194,76 @@ def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
-    """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
+def stretch_of(number, pointers):
+    """Return first block, end, kind and shift of a stretch; see `Walks`."""
+    entry = pointers.stretches + number * 4
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+
+
+@gluon.jit
+def look_ahead(left, num_blocks, ticket, tile, stretch, problem, pointers, V: gl.constexpr):
+    """Draw the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its stretch when 2 are.
+
+    Each takes about as long as a block, and at the end of a tile the consumers would wait for all three. In a short
+    tile they would wait for its first blocks, so all are read at the end.
+    """
+    step = gl.where(num_blocks >= 16, 2, 0)
+    if left == 3 * step:
+        ticket = draw(pointers.counter) + gl.num_programs(0)
+    if left == 2 * step:
+        tile = two_sided_tile(ticket, problem, pointers, V)
+    if left == step:
+        stretch = stretch_of(gl.maximum(tile[2], 0), pointers)
+    return ticket, tile, stretch
+
+
+@gluon.jit
+def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """Load the tiles of this program under a two-sided mask, and read what comes next before a tile ends.
+
+    Returns:
+        ticket, count: the ticket after the last tile, and the number of tiles.
+    """
+    BN: gl.constexpr = V.tiles.block_n
+    count = 0
+    kv = 0
+    ticket = gl.program_id(0)
+    next_tile = two_sided_tile(ticket, problem, pointers, V)
+    next_stretch = stretch_of(gl.maximum(next_tile[2], 0), pointers)
+    while ticket < problem.num_tiles:
+        row, num_blocks, last, num_stretches = next_tile
+        begin, end, masked, shift = next_stretch
+        batch, head, _rank = place_of(ticket, problem)
+        tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
+        publish(ticket, row, num_blocks, count, shared, barriers, V)
+        head_kv = head // problem.heads_per_kv
+        left = num_blocks
+        for i in range(num_stretches):
+            if i > 0:
+                begin, end, masked, shift = stretch_of(last - i, pointers)
+            for j in range(end - begin):
+                index, phase = slot(kv, V.tiles.num_stages)
+                mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+                if j == 0:
+                    announce_stretch(index, end * BN + shift, end - begin, masked, shared)
+                key = (end - 1 - j) * BN + shift
+                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count,
+                          i + j == 0, V)  # fmt: skip
+                kv += 1
+                left -= 1
+                ticket, next_tile, next_stretch = look_ahead(
+                    left, num_blocks, ticket, next_tile, next_stretch, problem, pointers, V
+                )
+        if num_blocks == 0:
+            load_q(q_desc, shared, barriers, tile, count, V)
+            ticket, next_tile, next_stretch = look_ahead(0, 0, ticket, next_tile, next_stretch, problem, pointers, V)
+        count += 1
+    return ticket, count
+
+
+@gluon.jit
+def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """Load the tiles of this program; see `produce_ahead`."""
     BN: gl.constexpr = V.tiles.block_n
     STAGES: gl.constexpr = V.tiles.num_stages
     count = 0
@@ -211,6 +288,16 @@ def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointe
             load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
+    return ticket, count
+
+
+@gluon.jit
+def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+    """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
+    if V.ahead:
+        ticket, count = produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V)
+    else:
+        ticket, count = produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V)
     publish(ticket, 0, 0, count, shared, barriers, V)
     if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)

@@ -28,6 +28,7 @@ class ForwardTiles:
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
         turns: with "overlap", a warpgroup issues the products of a step when the other one has issued its own. Where
             softmax and products take equally long, both could else compute exponentials at the same time, step by step.
+        ahead: under a two-sided mask, the producer reads which tile is next before the end of a long one.
         halves: with "sequence", the exponentials of half of the keys run under P V of the other half, and K and V of a
             block arrive together.
         stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
@@ -43,6 +44,7 @@ class ForwardTiles:
     block_m: int = 64
     rescale_late: bool = False
     turns: bool = False
+    ahead: bool = False
     halves: bool = False
     aligned: bool = False
     narrow: int = 0
@@ -79,7 +81,7 @@ FORWARD_TILES = {
     64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=4, schedule="sequence"),
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
     96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence", halves=True),
-    128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True, turns=True),
+    128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True, turns=True, ahead=True),
     # 128 keys would need 240 KB. Of two blocks of 64, V arrives late.
     192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2, stages_of_16_bits=3, turns=True),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
