@@ -505,8 +505,11 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     """Raise NotImplementedError unless such gradients can be computed."""
     assert products in PRODUCTS, products
     remedy = "use 'hopper_fp8', whose backward is in bf16"
-    if products != "bf16" and head_dim > 128:
-        raise NotImplementedError(f"head_dim must be at most 128 with a backward in FP8, got {head_dim}; {remedy}.")
+    if products == "fp8_scores" and head_dim > 128:
+        raise NotImplementedError(
+            f"head_dim must be at most 128 with only scores of the backward in FP8, got {head_dim}; use "
+            "'hopper_fp8_all' or 'hopper_fp8'."
+        )
     if products != "bf16" and deterministic:
         raise NotImplementedError(
             "deterministic must be False with a backward in FP8, got True, or torch.use_deterministic_algorithms is "
