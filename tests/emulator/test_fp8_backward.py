@@ -166,7 +166,9 @@ FAULTS = {
     "the scale of the block before": ("fp8.backward_keys", "scale_ptr + block", "scale_ptr"),
     "gain of dS is not undone": ("fp8.backward_operands", "k_scale * gain", "k_scale"),
     "phase of dS is inverted": (
-        "fp8.backward_keys", "(sm.ds_full.index(last), last_parity)", "(sm.ds_full.index(last), last_parity ^ 1)",
+        "fp8.backward_keys",
+        "(sm.ds_full.index(last), last_parity)",
+        "(sm.ds_full.index(last), last_parity ^ 1)",
     ),
     "staging buffers are overwritten while they leave": ("fp8.backward_keys", "tma_store_wait(0)", "pass"),
     "proxy fences are missing": ("fp8.backward_keys", "fence_async_shared()", "pass"),

@@ -261,7 +261,9 @@ class HopperBackward:
 
     def _add_queries(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
-        hop = hop_of(mask, k.device, transposed=True, aligned=(1, 1))  # queries and keys exchanged: its rows are the keys
+        hop = hop_of(
+            mask, k.device, transposed=True, aligned=(1, 1)
+        )  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.

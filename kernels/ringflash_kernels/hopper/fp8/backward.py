@@ -287,7 +287,8 @@ class _Products(host.HopperBackward):
             FP8_GRADIENTS=fp8_gradients, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True, **choices | {"STAGES": 4 if ahead else 2},
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True,
+            **choices | {"STAGES": 4 if ahead else 2},
         )  # fmt: skip
 
     def _add_queries_fp8(self, records: Tensor, keys: KeyOperands, mask: Mask) -> None:

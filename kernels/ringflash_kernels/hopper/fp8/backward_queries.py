@@ -103,9 +103,7 @@ def _load(sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc):
             for i in range(count):
                 begin, end, masked = problem.stretch(first + i)
                 for block in range(begin, end):
-                    _load_block(
-                        sm, problem, k8_desc, v8_desc, k1_desc, ends_desc, batch, kv_head, block, masked, step
-                    )
+                    _load_block(sm, problem, k8_desc, v8_desc, k1_desc, ends_desc, batch, kv_head, block, masked, step)
                     step += 1
         else:
             for block in range(start, stop):
@@ -298,7 +296,8 @@ def backward_queries_fp8(
         heads_together, num_works, gl.to_tensor(1),
         first_shift, num_rows, num_rows, stop_shift,  # one band: no second one, which would begin at `split`
         gl.to_tensor(0), first_ptr,  # no clock
-        first_ptr, stop_ptr, tiles_ptr, stretches_ptr, gl.to_tensor(1.0), gl.to_tensor(1.0), BOUNDS, TWO_SIDED, False, 64, 2 * 64, False,
+        first_ptr, stop_ptr, tiles_ptr, stretches_ptr, gl.to_tensor(1.0),
+        gl.to_tensor(1.0), BOUNDS, TWO_SIDED, False, 64, 2 * 64, False,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
     fence_async_shared()

@@ -362,7 +362,8 @@ def backward_wide_fp8(
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
         heads_together, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, first_ptr,
-        stop_ptr, tiles_ptr, stretches_ptr, gl.to_tensor(1.0), gl.to_tensor(1.0), BOUNDS, TWO_SIDED, BEGINS, 64, 64, False,
+        stop_ptr, tiles_ptr, stretches_ptr, gl.to_tensor(1.0), gl.to_tensor(1.0),
+        BOUNDS, TWO_SIDED, BEGINS, 64, 64, False,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)
     fence_async_shared()
