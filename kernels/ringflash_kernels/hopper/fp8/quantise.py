@@ -88,7 +88,7 @@ def signed(x, columns, SIGNS: gl.constexpr):
     """Return x with the sign of each column."""
     word = columns * 0 + SIGNS[0]
     for i in gl.static_range(1, x.shape[1] // 32):
-        word = gl.where(columns // 32 == i, SIGNS[i], word)
+        word = gl.where(columns // 32 == i, columns * 0 + SIGNS[i], word)
     return gl.where(((word >> columns % 32) & 1 == 1)[None, :], -x, x)
 
 
