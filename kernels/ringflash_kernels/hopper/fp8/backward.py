@@ -195,8 +195,12 @@ class _Products(host.HopperBackward):
         group = self._group(dk, hop)
         # Heads of a group that are computed apart, and sums that leave the tensor cores in parts, are added up.
         blocks = -(-hop.num_rows // BLOCK_Q) * group if self.products == "fp8" else 1
-        num_parts = -(-blocks // _PROMOTE) * (self.q.shape[2] // dk.shape[2] // group)
-        with host.written(hop, dk, dv, accumulate, num_parts > 1, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
+        heads_apart = self.q.shape[2] // dk.shape[2] // group
+        num_parts = -(-blocks // _PROMOTE) * heads_apart
+        in_parts = num_parts > 1
+        if self.tiles.wide and heads_apart == 1 and num_parts <= _FEW_PARTS:
+            in_parts = False  # one CTA stores the first part and adds the others
+        with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
 
@@ -271,8 +275,10 @@ class _Products(host.HopperBackward):
             accumulate,
         )  # fmt: skip
         if self.tiles.wide:
+            in_parts = -(-hop.num_rows // BLOCK_Q) * group > _PROMOTE
             _WIDE(
-                variant, num_works, *self._query_tiles(hop), k8, v8, stats, *stores, *scales, *scalars, **choices
+                (*variant, in_parts), num_works, *self._query_tiles(hop), k8, v8, stats, *stores, *scales, *scalars,
+                PARTS=in_parts, **choices,
             )  # fmt: skip
             return
         ahead = fp8_gradients and head_dim == 64

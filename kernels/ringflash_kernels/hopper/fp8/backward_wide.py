@@ -24,6 +24,7 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -57,6 +58,7 @@ class Fp8WideShared:
     D: gl.constexpr
     STAGES: gl.constexpr
     PROMOTE: gl.constexpr
+    PARTS: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -185,7 +187,7 @@ def _gradient_step(sm, v, dk, of_ds, of_delta, step):
 
 
 @gluon.jit
-def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
+def _write_chunk(sm, desc, x, coord, column, is_first, W: gl.constexpr):
     """Add or store some columns of dK or dV."""
     staged = reinterpret(sm.staged.index(W), desc.dtype, [1, 1] + x.shape, desc.layout)
     at = [coord[0], coord[1], coord[2], column]
@@ -194,25 +196,31 @@ def _write_chunk(sm, desc, x, coord, column, W: gl.constexpr):
     fence_async_shared()
     if sm.ACCUMULATE:
         tma_reduce_add(desc, at, staged)
-    else:
+    elif not sm.PARTS:
         tma_store(desc, at, staged)
+    elif is_first:
+        tma_store(desc, at, staged)
+    else:
+        tma_reduce_add(desc, at, staged)
 
 
 @gluon.jit
-def _write(sm, desc, x, coord, W: gl.constexpr):
-    """Add or store dK or dV: 64 columns at a time in fp32, 128 in 16 bits."""
+def _write(sm, desc, x, coord, is_first, W: gl.constexpr):
+    """Add or store dK or dV: 64 columns at a time in fp32, 128 in 16 bits. Of several parts the first is stored."""
     H: gl.constexpr = sm.D // 2
     left, right = halves(x, sm.D)
+    if sm.PARTS and not sm.ACCUMULATE:
+        tma_store_complete(coord[2])  # what was stored is in memory before more is added
     if desc.dtype == gl.float32:
         first, second = halves(left, H)
-        _write_chunk(sm, desc, first, coord, 0, W)
-        _write_chunk(sm, desc, second, coord, H // 2, W)
+        _write_chunk(sm, desc, first, coord, 0, is_first, W)
+        _write_chunk(sm, desc, second, coord, H // 2, is_first, W)
         first, second = halves(right, H)
-        _write_chunk(sm, desc, first, coord, H, W)
-        _write_chunk(sm, desc, second, coord, H + H // 2, W)
+        _write_chunk(sm, desc, first, coord, H, is_first, W)
+        _write_chunk(sm, desc, second, coord, H + H // 2, is_first, W)
     else:
-        _write_chunk(sm, desc, left, coord, 0, W)
-        _write_chunk(sm, desc, right, coord, H, W)
+        _write_chunk(sm, desc, left, coord, 0, is_first, W)
+        _write_chunk(sm, desc, right, coord, H, is_first, W)
 
 
 @gluon.jit
@@ -242,6 +250,7 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
             of_ds = gl.load(tile_ptr + 1)
             of_delta = gl.load(tile_ptr + 2)
         total = gl.zeros([64, sm.D], gl.float32, layout)
+        is_first = True
         mbarrier.wait(sm.kv_full.index(0), round & 1)
         if W == 0:
             held = sm.k8.reshape([64, sm.D])
@@ -257,11 +266,12 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
                     mbarrier.wait(sm.q_full.index(slot), parity)
                     block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.ACCUMULATE:
+                    if sm.PARTS:
                         if kept == sm.PROMOTE:
-                            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, W)
+                            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, is_first, W)
                             total = gl.zeros([64, sm.D], gl.float32, layout)
                             kept = 0
+                            is_first = False
                         kept += 1
                     if W == 0:
                         if problem.TWO_SIDED:
@@ -279,7 +289,7 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
                 if W == 0:
                     scale_ptr += scales.q_blocks
         if (not sm.ACCUMULATE) | (start < stop):
-            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, W)
+            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, is_first, W)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
     tma_store_wait(0)
@@ -309,13 +319,13 @@ def backward_wide_fp8(
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
-    ACCUMULATE: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr,
+    BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    Add to dK and dV, or without ACCUMULATE overwrite them: then one CTA has all heads of a group and at most PROMOTE
-    blocks.
+    Add to dK and dV, or without ACCUMULATE overwrite them: then one CTA has all heads of a group. PARTS: it may have
+    more than PROMOTE blocks.
     """
     D: gl.constexpr = k8_desc.block_type.shape[4]
     e4m3: gl.constexpr = k8_desc.dtype
@@ -354,7 +364,7 @@ def backward_wide_fp8(
         gl.allocate_shared_memory(gl.float32, [64, 64], staging),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], staging),
         kv_full, kv_empty, q_full, q_empty, turned_full, turned_empty, p_full, p_empty, begin, begins,
-        D, STAGES, PROMOTE, ACCUMULATE,
+        D, STAGES, PROMOTE, PARTS, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
