@@ -180,7 +180,10 @@ class _Products(host.HopperBackward):
         row_max = lse if products != "fp8" or row_max is None else row_max
         in_16_bits = products == "fp8" and num_keys is not None and num_keys <= _KEYS_IN_16_BITS
         dq_dtype = torch.float16 if in_16_bits else torch.float32
-        rows, maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype)
+        rows, maxima, self.dq = statistics(
+            dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype, zeros=not self.tiles.wide
+        )
+        self._dq_is_written = not self.tiles.wide
         q = q if q.stride(-1) == 1 else q.contiguous()
         self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
         self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
@@ -208,7 +211,7 @@ class _Products(host.HopperBackward):
         """Write dQ, rotated back and with the factors of its rows."""
         scale = self.softmax_scale / out.shape[-1]
         add_rotated_back(
-            _by_rows(self.dq, out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
+            _by_rows(self.accumulated_dq(), out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
         )  # fmt: skip
 
     def _launch(
@@ -317,18 +320,21 @@ class _Products(host.HopperBackward):
         if hop.two_sided:
             ends, *tables = self._query_tables(mask, self.q.device)
         has_unit = self.maxima is not None
+        add = self._dq_is_written or hop.num_keys < self.q.shape[1]
+        dq = self.accumulated_dq() if add else self.dq
+        self._dq_is_written = True
         _QUERIES(
-            (head_dim, _PROMOTE, has_unit, hop.has_bounds, hop.two_sided), num_works,
+            (head_dim, _PROMOTE, has_unit, add, hop.has_bounds, hop.two_sided), num_works,
             q, dout, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)), k1,
-            block_descriptor(self.dq, (1, 64, 64)), ends,
+            block_descriptor(dq, (1, 64, 64)), ends,
             self._rows.scales[..., hop.k_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2], self._maxima,
             self.stats, *self._bounds(hop), *tables, self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows,
             hop.num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, hop.first_shift,
             hop.stop_shift,
             # dQ in fp32 leaves no room for a third.
-            STAGES=3 if has_unit else 2, PROMOTE=_PROMOTE, HAS_UNIT=has_unit, BOUNDS=hop.has_bounds,
-            TWO_SIDED=hop.two_sided,
+            STAGES=3 if has_unit else 2, PROMOTE=_PROMOTE, HAS_UNIT=has_unit, ADD=add,
+            BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

@@ -60,7 +60,7 @@ def _statistics(
     num_heads, num_blocks, group,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % num_blocks
     batch_head = (tl.program_id(0) // num_blocks).to(tl.int64)
@@ -101,8 +101,9 @@ def _statistics(
     tl.atomic_max(maxima_at + 2, tl.load(largest_q_ptr + tl.program_id(0)))
     total = tl.where(seen, tl.exp2((lse - largest) * 1.4426950408889634), 0.0)  # of the row's P, relative to exp(m)
     tl.atomic_max(maxima_at + 3, tl.max(tl.where(total < float("inf"), total, 0.0), 0))
-    dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
-    tl.store(dq_at, tl.zeros([ROWS, D], dq_ptr.dtype.element_ty), mask=loaded)
+    if ZEROS:
+        dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
+        tl.store(dq_at, tl.zeros([ROWS, D], dq_ptr.dtype.element_ty), mask=loaded)
 
 
 @triton.jit
@@ -313,6 +314,8 @@ def statistics(
     largest_q: Tensor,
     num_kv_heads: int,
     dq_dtype: torch.dtype,
+    *,
+    zeros: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
@@ -325,7 +328,7 @@ def statistics(
         maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the
             bound of dQ over all hops so far, its unit, and that as a share of the earlier one; at head_dim 256 the
             largest product of 2^g and the scale of K.
-        dq: (batch * num_heads, seqlen_q, head_dim), zeros.
+        dq: (batch * num_heads, seqlen_q, head_dim), zeros if asked for.
     """
     batch, seqlen, num_heads, head_dim = out.shape
     num_blocks = -(-seqlen // BLOCK_Q)
@@ -335,10 +338,11 @@ def statistics(
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _STATISTICS[_WARPS[head_dim]](
-        (head_dim, has_dlse, dq_dtype), num_blocks * batch * num_heads,
+        (head_dim, has_dlse, dq_dtype, zeros), num_blocks * batch * num_heads,
         out, dout, lse, dlse, row_max, largest_q, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
         num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse, MAXIMA=_MAXIMA,
+        ZEROS=zeros,
     )  # fmt: skip
     return rows, maxima, dq
 
@@ -373,8 +377,8 @@ class KeyOperands:
     """Operands of the key side that are not in the records.
 
     k: for the mode "fp8" (batch, num_blocks, num_kv_heads, head_dim, 128), e4m3, the keys of every 16 in the order of
-    dS (`backward_keys`, `backward_queries`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as the latter, for the
-    mode "bf16" only.
+    dS (`backward_keys`, `backward_queries`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as
+    the latter, for the mode "bf16" only.
     scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
     """
 

@@ -23,6 +23,8 @@ from ringflash_kernels.hopper.compat import (
     mbarrier,
     tma_load,
     tma_reduce_add,
+    tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -50,6 +52,7 @@ class Fp8QueryShared:
     STAGES: gl.constexpr
     PROMOTE: gl.constexpr
     HAS_UNIT: gl.constexpr
+    ADD: gl.constexpr
 
 
 @gluon.jit
@@ -160,26 +163,33 @@ def _step(sm, problem, dq, reference, delta, seen, tile_ptr, q_scale, share, ste
 
 
 @gluon.jit
-def _add_chunk(sm, desc, x, at, column, W: gl.constexpr):
-    """Add 64 columns of dQ to the accumulator."""
+def _write_chunk(sm, desc, x, at, column, is_first, W: gl.constexpr):
+    """Add 64 columns of dQ to the accumulator, or store them there."""
     staged = sm.staged.index(W)
     tma_store_wait(0)
     staged.reshape([64, 64]).store(interleave(x, 64, 4 * 32 // desc.dtype.primitive_bitwidth).to(desc.dtype))
     fence_async_shared()
-    tma_reduce_add(desc, [at[0], at[1], column], staged)
+    if sm.ADD:
+        tma_reduce_add(desc, [at[0], at[1], column], staged)
+    elif is_first:
+        tma_store(desc, [at[0], at[1], column], staged)
+    else:
+        tma_reduce_add(desc, [at[0], at[1], column], staged)
 
 
 @gluon.jit
-def _add(sm, desc, dq, at, W: gl.constexpr):
-    """Add dQ of consumer W's 64 queries to the accumulator."""
+def _write(sm, desc, dq, at, is_first, W: gl.constexpr):
+    """Add dQ of consumer W's 64 queries to the accumulator; without ADD the first part of it is stored."""
     H: gl.constexpr = sm.D // 2
+    if not sm.ADD:
+        tma_store_complete(at[1])  # what was stored is in memory before more is added
     left, right = halves(dq, sm.D)
     first, second = halves(left, H)
-    _add_chunk(sm, desc, first, at, 0, W)
-    _add_chunk(sm, desc, second, at, 64, W)
+    _write_chunk(sm, desc, first, at, 0, is_first, W)
+    _write_chunk(sm, desc, second, at, 64, is_first, W)
     first, second = halves(right, H)
-    _add_chunk(sm, desc, first, at, 128, W)
-    _add_chunk(sm, desc, second, at, 192, W)
+    _write_chunk(sm, desc, first, at, 128, is_first, W)
+    _write_chunk(sm, desc, second, at, 192, is_first, W)
 
 
 @gluon.jit
@@ -196,9 +206,9 @@ def _hold(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc, W: 
             start = 0
         else:
             start, stop, full_start, full_stop = problem.blocks(row)
+        batch_head = batch * problem.num_heads + head
+        row += W * 64
         if start < stop:
-            batch_head = batch * problem.num_heads + head
-            row += W * 64
             rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             seen = problem.rows_seeing(rows)
             inside = rows < problem.num_keys
@@ -226,9 +236,12 @@ def _hold(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc, W: 
                         sm, problem, dq, reference, delta, seen, tile_ptr, q_scale, share, step, row, block, masked, W
                     )
                     step += 1
-                _add(sm, dq_desc, dq * factor, [batch_head, problem.row_start + row], W)
+                _write(sm, dq_desc, dq * factor, [batch_head, problem.row_start + row], first == start, W)
             mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
+        elif not sm.ADD:
+            zeros = gl.zeros([64, sm.D], gl.float32, layout)
+            _write(sm, dq_desc, zeros, [batch_head, problem.row_start + row], True, W)
     tma_store_wait(0)
 
 
@@ -255,12 +268,13 @@ def backward_queries_fp8(
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, maxima_ptr,
     stats_ptr, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,
     num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, first_shift, stop_shift,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, HAS_UNIT: gl.constexpr, BOUNDS: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr, HAS_UNIT: gl.constexpr, ADD: gl.constexpr, BOUNDS: gl.constexpr,
     TWO_SIDED: gl.constexpr,
 ):  # fmt: skip
-    """Only dQ, added; launch with 4 warps on any number of CTAs up to `num_works`. See the module, `BackwardProblem`.
+    """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    HAS_UNIT: dQ is in fp16, in the unit of the KV head; see `backward_operands`.
+    HAS_UNIT: dQ is in fp16, in the unit of the KV head; see `backward_operands`. ADD: add to the accumulator, or else
+    overwrite it.
     """
     D: gl.constexpr = k8_desc.block_type.shape[4]
     e4m3: gl.constexpr = k8_desc.dtype
@@ -289,7 +303,7 @@ def backward_queries_fp8(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 1, 64, D], v8_desc.layout),
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 1, D, 64], k1_desc.layout),
         gl.allocate_shared_memory(dq_desc.dtype, [2, 1, 64, 64], dq_desc.layout),
-        q_full, q_empty, full, empty, begin, ends, D, STAGES, PROMOTE, HAS_UNIT,
+        q_full, q_empty, full, empty, begin, ends, D, STAGES, PROMOTE, HAS_UNIT, ADD,
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
