@@ -280,8 +280,8 @@ class _Products(host.HopperBackward):
         if self.tiles.wide:
             in_parts = -(-hop.num_rows // BLOCK_Q) * group > _PROMOTE
             _WIDE(
-                (*variant, in_parts), num_works, *self._query_tiles(hop), k8, v8, stats, *stores, *scales, *scalars,
-                PARTS=in_parts, **choices,
+                (*variant, in_parts), min(num_works, count_sms(dk.device)), *self._query_tiles(hop), k8, v8, stats,
+                *stores, *scales, tile_counter(dk.device), *scalars, PARTS=in_parts, DRAWN=True, **choices,
             )  # fmt: skip
             return
         ahead = fp8_gradients and head_dim == 64
@@ -324,16 +324,17 @@ class _Products(host.HopperBackward):
         dq = self.accumulated_dq() if add else self.dq
         self._dq_is_written = True
         _QUERIES(
-            (head_dim, _PROMOTE, has_unit, add, hop.has_bounds, hop.two_sided), num_works,
+            (head_dim, _PROMOTE, has_unit, add, hop.has_bounds, hop.two_sided),
+            min(num_works, count_sms(self.q.device)),
             q, dout, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)), k1,
             block_descriptor(dq, (1, 64, 64)), ends,
             self._rows.scales[..., hop.k_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2], self._maxima,
-            self.stats, *self._bounds(hop), *tables, self.stats.stride(1), hop.k_start, self.q.shape[1], hop.num_rows,
-            hop.num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, hop.first_shift,
-            hop.stop_shift,
+            tile_counter(self.q.device), self.stats, *self._bounds(hop), *tables, self.stats.stride(1), hop.k_start,
+            self.q.shape[1], hop.num_rows, hop.num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
+            hop.first_shift, hop.stop_shift,
             # dQ in fp32 leaves no room for a third.
-            STAGES=3 if has_unit else 2, PROMOTE=_PROMOTE, HAS_UNIT=has_unit, ADD=add,
+            STAGES=3 if has_unit else 2, PROMOTE=_PROMOTE, HAS_UNIT=has_unit, ADD=add, DRAWN=True,
             BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,
         )  # fmt: skip
 

@@ -48,11 +48,13 @@ class Fp8QueryShared:
     empty: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
     ends: gl.shared_memory_descriptor
+    number: gl.shared_memory_descriptor
     D: gl.constexpr
     STAGES: gl.constexpr
     PROMOTE: gl.constexpr
     HAS_UNIT: gl.constexpr
     ADD: gl.constexpr
+    DRAWN: gl.constexpr
 
 
 @gluon.jit
@@ -83,20 +85,23 @@ def _load_block(sm, problem, k8_desc, v8_desc, k1_desc, ends_desc, batch, kv_hea
 
 
 @gluon.jit
-def _load(sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc):
+def _load(sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc, counter):
     """Producer: load Q and dO of each tile, then K and V block by block."""
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         row, batch, head, kv_head = _tile_of(problem, index)
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
             start = 0
         else:
             start, stop, _full_start, _full_stop = problem.blocks(row)
-        if start < stop:
+        if sm.DRAWN | (start < stop):
             full = sm.q_full.index(0)
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
+            if sm.DRAWN:
+                send_number(sm.number.index(0), index)
             mbarrier.expect(full, 2 * (q_desc.block_type.nbytes + dout_desc.block_type.nbytes))
             for half in gl.static_range(2):
                 tma_load(q_desc, [batch, head, row + half * 64, 0], full, sm.q.index(half))
@@ -112,6 +117,17 @@ def _load(sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc):
             for block in range(start, stop):
                 _load_block(sm, problem, k8_desc, v8_desc, k1_desc, ends_desc, batch, kv_head, block, 0, step)
                 step += 1
+        if sm.DRAWN:
+            index = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        else:
+            index += gl.num_programs(0)
+    if sm.DRAWN:
+        mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
+        send_number(sm.number.index(0), problem.num_works)
+        mbarrier.arrive(sm.q_full.index(0), count=1)
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -199,7 +215,12 @@ def _hold(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc, W: 
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.D, 32])
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    if sm.DRAWN:
+        mbarrier.wait(sm.q_full.index(0), 0)
+        index = receive_number(sm.number.index(0))
+    else:
+        index = gl.program_id(0)
+    while index < problem.num_works:
         row, batch, head, kv_head = _tile_of(problem, index)
         if problem.TWO_SIDED:
             _first, _count, stop = problem.walk(index)
@@ -224,7 +245,8 @@ def _hold(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc, W: 
                 factor *= gl.load(maxima_ptr + batch_kv_head * 8 + 5)
             share = 1.0 / largest
             tile_ptr = scales.tile_ptr + batch_kv_head * scales.k_blocks * 8
-            mbarrier.wait(sm.q_full.index(0), round & 1)
+            if not sm.DRAWN:
+                mbarrier.wait(sm.q_full.index(0), round & 1)
             for first in range(start, stop, sm.PROMOTE):
                 dq = gl.zeros([64, sm.D], gl.float32, layout)
                 for block in range(first, gl.minimum(first + sm.PROMOTE, stop)):
@@ -236,12 +258,22 @@ def _hold(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc, W: 
                         sm, problem, dq, reference, delta, seen, tile_ptr, q_scale, share, step, row, block, masked, W
                     )
                     step += 1
+                if first + sm.PROMOTE >= stop:
+                    mbarrier.arrive(sm.q_empty.index(0), count=1)
                 _write(sm, dq_desc, dq * factor, [batch_head, problem.row_start + row], first == start, W)
-            mbarrier.arrive(sm.q_empty.index(0), count=1)
             round += 1
-        elif not sm.ADD:
-            zeros = gl.zeros([64, sm.D], gl.float32, layout)
-            _write(sm, dq_desc, zeros, [batch_head, problem.row_start + row], True, W)
+        else:
+            if sm.DRAWN:
+                mbarrier.arrive(sm.q_empty.index(0), count=1)
+                round += 1
+            if not sm.ADD:
+                zeros = gl.zeros([64, sm.D], gl.float32, layout)
+                _write(sm, dq_desc, zeros, [batch_head, problem.row_start + row], True, W)
+        if sm.DRAWN:
+            mbarrier.wait(sm.q_full.index(0), round & 1)
+            index = receive_number(sm.number.index(0))
+        else:
+            index += gl.num_programs(0)
     tma_store_wait(0)
 
 
@@ -257,7 +289,7 @@ def _hold_second(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_de
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "maxima_ptr",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "maxima_ptr", "counter",
         "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
         "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works",
         "first_shift", "stop_shift",
@@ -265,11 +297,11 @@ def _hold_second(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_de
 )  # fmt: skip
 def backward_queries_fp8(
     q_desc, dout_desc, k8_desc, v8_desc, k1_desc, dq_desc, ends_desc,
-    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, maxima_ptr,
+    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, maxima_ptr, counter,
     stats_ptr, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,
     num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works, first_shift, stop_shift,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, HAS_UNIT: gl.constexpr, ADD: gl.constexpr, BOUNDS: gl.constexpr,
-    TWO_SIDED: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr, HAS_UNIT: gl.constexpr, ADD: gl.constexpr, DRAWN: gl.constexpr,
+    BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr,
 ):  # fmt: skip
     """Only dQ; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -303,7 +335,8 @@ def backward_queries_fp8(
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 1, 64, D], v8_desc.layout),
         gl.allocate_shared_memory(e4m3, [STAGES, 1, 1, 1, D, 64], k1_desc.layout),
         gl.allocate_shared_memory(dq_desc.dtype, [2, 1, 64, 64], dq_desc.layout),
-        q_full, q_empty, full, empty, begin, ends, D, STAGES, PROMOTE, HAS_UNIT, ADD,
+        q_full, q_empty, full, empty, begin, ends,
+        gl.allocate_shared_memory(gl.int32, [1, 1], NUMBER), D, STAGES, PROMOTE, HAS_UNIT, ADD, DRAWN,
     )  # fmt: skip
     problem = BackwardProblem(
         gl.to_tensor(0), num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
@@ -319,7 +352,7 @@ def backward_queries_fp8(
         [
             (_hold_first, (sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc)),
             (_hold_second, (sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_desc)),
-            (_load, (sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc)),
+            (_load, (sm, problem, q_desc, dout_desc, k8_desc, v8_desc, k1_desc, ends_desc, counter)),
         ],
         [4, 1],
         [240, 24],

@@ -11,6 +11,7 @@ from ringflash_kernels.hopper.backward.problem import (
     halves,
     load_in_rounds,
     receive_number,
+    send_number,
     slot_of,
 )
 from ringflash_kernels.hopper.compat import (
@@ -55,10 +56,12 @@ class Fp8WideShared:
     p_empty: gl.shared_memory_descriptor
     begin: gl.shared_memory_descriptor
     begins: gl.shared_memory_descriptor
+    number: gl.shared_memory_descriptor
     D: gl.constexpr
     STAGES: gl.constexpr
     PROMOTE: gl.constexpr
     PARTS: gl.constexpr
+    DRAWN: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -87,12 +90,13 @@ def _load_rows(sm, problem, descs, batch, head, block, step):
 
 
 @gluon.jit
-def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_desc, stats_desc, begins_desc):
+def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_desc, stats_desc, begins_desc, counter):
     """Producer: load K and V of each tile, then what `_load_rows` loads, block by block."""
     descs = (q0_desc, q1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc)
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             first, count, stop = problem.walk(index)
@@ -102,11 +106,24 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_des
             first, count = 0, 0
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        if sm.DRAWN:
+            send_number(sm.number.index(0), index)
         mbarrier.expect(full, k8_desc.block_type.nbytes + v8_desc.block_type.nbytes)
         tma_load(k8_desc, [batch, kv_head, key // 128, key % 128, 0], full, sm.k8)
         tma_load(v8_desc, [batch, kv_head, key // 128, key % 128, 0], full, sm.v8)
         round += 1
         step = load_in_rounds(sm, problem, _load_rows, descs, batch, first_head, start, stop, first, count, step)
+        if sm.DRAWN:
+            index = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        else:
+            index += gl.num_programs(0)
+    if sm.DRAWN:
+        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+        send_number(sm.number.index(0), problem.num_works)
+        mbarrier.arrive(sm.kv_full.index(0), count=1)
+        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+            gl.store(counter, 0)
+            gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -230,7 +247,12 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.D, 32])
     step = 0
     round = 0
-    for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
+    if sm.DRAWN:
+        mbarrier.wait(sm.kv_full.index(0), 0)
+        index = receive_number(sm.number.index(0))
+    else:
+        index = gl.program_id(0)
+    while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
             _first, _count, stop = problem.walk(index)
@@ -251,7 +273,8 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
             of_delta = gl.load(tile_ptr + 2)
         total = gl.zeros([64, sm.D], gl.float32, layout)
         is_first = True
-        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        if not sm.DRAWN:
+            mbarrier.wait(sm.kv_full.index(0), round & 1)
         if W == 0:
             held = sm.k8.reshape([64, sm.D])
         else:
@@ -288,10 +311,15 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
                     step += 1
                 if W == 0:
                     scale_ptr += scales.q_blocks
-        if (not sm.ACCUMULATE) | (start < stop):
-            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, is_first, W)
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
         round += 1
+        if (not sm.ACCUMULATE) | (start < stop):
+            _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, is_first, W)
+        if sm.DRAWN:
+            mbarrier.wait(sm.kv_full.index(0), round & 1)
+            index = receive_number(sm.number.index(0))
+        else:
+            index += gl.num_programs(0)
     tma_store_wait(0)
 
 
@@ -307,7 +335,7 @@ def _consume_gradients(sm, problem, scales, dk_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter",
         "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
         "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
         "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
@@ -315,12 +343,12 @@ def _consume_gradients(sm, problem, scales, dk_desc):
 )  # fmt: skip
 def backward_wide_fp8(
     q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_desc, stats_desc, dk_desc, dv_desc,
-    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks,
+    q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, counter,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr,
-    BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, DRAWN: gl.constexpr, BOUNDS: gl.constexpr,
+    TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
@@ -364,7 +392,7 @@ def backward_wide_fp8(
         gl.allocate_shared_memory(gl.float32, [64, 64], staging),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], staging),
         kv_full, kv_empty, q_full, q_empty, turned_full, turned_empty, p_full, p_empty, begin, begins,
-        D, STAGES, PROMOTE, PARTS, ACCUMULATE,
+        gl.allocate_shared_memory(gl.int32, [1, 1], NUMBER), D, STAGES, PROMOTE, PARTS, DRAWN, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
@@ -383,7 +411,19 @@ def backward_wide_fp8(
             (_consume_gradients, (sm, problem, scales, dk_desc)),
             (
                 _load,
-                (sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_desc, stats_desc, begins_desc),
+                (
+                    sm,
+                    problem,
+                    q0_desc,
+                    q1_desc,
+                    dout0_desc,
+                    dout1_desc,
+                    k8_desc,
+                    v8_desc,
+                    stats_desc,
+                    begins_desc,
+                    counter,
+                ),
             ),
         ],
         [4, 1],
