@@ -478,11 +478,13 @@ class Fp8ReferenceBackward:
         hidden = ~visible | (reference == -math.inf)
         p = torch.exp2(scores - reference).masked_fill(hidden, 0.0)
         dp = torch.einsum("bihgd,bjhd->bhgij", dout, v)
-        ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
-        ds = ds.masked_fill(hidden, 0.0)
+        relative = ((dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]).masked_fill(hidden, 0.0)
+        ds = ds_of_dk = p * relative
+        if self.products == "fp8" and k.shape[3] > 128:  # there P is in fp16
+            ds_of_dk = p.half().double() * relative
         low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
         grad_q = _sums("bhgij,bjhd->bihgd", low(ds), k * gain.unsqueeze(-1), visible).flatten(2, 3)
-        grad_k = _sums("bhgij,bihgd->bjhd", low(ds), q1, visible) * of_dk
+        grad_k = _sums("bhgij,bihgd->bjhd", low(ds_of_dk), q1, visible) * of_dk
         return grad_q, grad_k, _sums("bhgij,bihgd->bjhd", low(p), dout1, visible) * of_dv
 
 

@@ -132,7 +132,8 @@ def test_a_million_equal_keys(head_dim):
     row_max = scores.float()[None, None].contiguous()
     mask = Mask.full(seqlen_q, seqlen_k)
     out, lse, kept = forward(q, k, v, mask, impl="hopper_fp8")
-    torch.testing.assert_close(lse, row_max + math.log(seqlen_k), rtol=0, atol=1e-3)
+    # A score is a sum of head_dim products with 13 bits.
+    torch.testing.assert_close(lse, row_max + math.log(seqlen_k), rtol=0, atol=1e-3 * head_dim / 128)
     assert ((kept >= row_max - 1e-4) & (kept <= row_max + 0.7)).all()
     run = Fp8Backward(dout, q, out, lse, num_kv_heads=1, softmax_scale=scale, products="fp8", row_max=kept)
     dk, dv = torch.zeros(2, *k.shape, device="cuda")

@@ -349,6 +349,8 @@ def _step(
     else:
         dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=(dk, dv, p_operand, ds_operand))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
+    if not sm.AHEAD:
+        s = 0
     return dk, dv, block, s
 
 
