@@ -201,8 +201,8 @@ class _Products(host.HopperBackward):
         heads_apart = self.q.shape[2] // dk.shape[2] // group
         num_parts = -(-blocks // _PROMOTE) * heads_apart
         in_parts = num_parts > 1
-        if self.tiles.wide and heads_apart == 1 and num_parts <= _FEW_PARTS:
-            in_parts = False  # one CTA stores the first part and adds the others
+        if self.q.shape[3] != 128 and heads_apart == 1 and num_parts <= _FEW_PARTS:
+            in_parts = False  # a CTA stores the first part and adds the others; at 128 that takes too many registers
         with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
@@ -277,8 +277,8 @@ class _Products(host.HopperBackward):
             head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype,
             accumulate,
         )  # fmt: skip
+        in_parts = -(-hop.num_rows // BLOCK_Q) * group > _PROMOTE
         if self.tiles.wide:
-            in_parts = -(-hop.num_rows // BLOCK_Q) * group > _PROMOTE
             _WIDE(
                 (*variant, in_parts), min(num_works, count_sms(dk.device)), *self._query_tiles(hop), k8, v8, stats,
                 *stores, *scales, tile_counter(dk.device), *scalars, PARTS=in_parts, DRAWN=True, **choices,
@@ -289,14 +289,15 @@ class _Products(host.HopperBackward):
             k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
         else:
             k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
+        store_first = fp8_gradients and in_parts and not accumulate
         _KEYS(
-            variant, min(num_works, count_sms(dk.device)) if drawn else num_works,
+            (*variant, store_first), min(num_works, count_sms(dk.device)) if drawn else num_works,
             *self._query_tiles(hop), k, k8, v8, stats, block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
             *stores, *scales, tile_counter(dk.device) if drawn else self.clock, *scalars, 1.0, 1.0,
             FP8_GRADIENTS=fp8_gradients, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True,
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True, STORE_FIRST=store_first,
             **choices | {"STAGES": 4 if ahead else 2},
         )  # fmt: skip
 

@@ -38,6 +38,7 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -89,6 +90,7 @@ class Fp8KeysShared:
     TURN_BEFORE_EXP: gl.constexpr
     AHEAD: gl.constexpr
     TURNS: gl.constexpr
+    STORE_FIRST: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -379,32 +381,39 @@ def _stage(sm, desc, x, which: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _write(sm, desc, x, coord, W: gl.constexpr):
+def _write(sm, desc, x, coord, is_first, W: gl.constexpr):
     """Add or store dK or dV of this consumer's 64 keys, fp32 in halves."""
     D: gl.constexpr = sm.SPLIT
     if desc.dtype == gl.float32:
         left, right = halves(x, D)
         for half in gl.static_range(2):
             staged = _stage(sm, desc, right if half else left, half, W)
-            _send(sm, desc, [coord[0], coord[1], coord[2], half * (D // 2)], staged)
+            _send(sm, desc, [coord[0], coord[1], coord[2], half * (D // 2)], staged, is_first)
     else:
-        _send(sm, desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W))
+        _send(sm, desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W), is_first)
 
 
 @gluon.jit
-def _send(sm, desc, at, staged):
+def _send(sm, desc, at, staged, is_first):
     if sm.ACCUMULATE:
         tma_reduce_add(desc, at, staged)
-    else:
+    elif not sm.STORE_FIRST:
         tma_store(desc, at, staged)
+    elif is_first:
+        tma_store(desc, at, staged)
+    else:
+        tma_reduce_add(desc, at, staged)
 
 
 @gluon.jit
-def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
-    """Add or store dK and dV, each times its scale."""
-    tma_store_wait(0)
-    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
-    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
+def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W: gl.constexpr):
+    """Add or store dK and dV, each times its scale. With STORE_FIRST the first of several parts is stored."""
+    if sm.STORE_FIRST:
+        tma_store_complete(coord[2])  # what was stored is in memory before more is added
+    else:
+        tma_store_wait(0)
+    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, is_first, W)
+    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, is_first, W)
 
 
 @gluon.jit
@@ -435,6 +444,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
         coord = [batch, kv_head, key + W * 64]
         dk = gl.zeros([64, C], gl.float32, layout)
         dv = gl.zeros([64, C], gl.float32, layout)
+        is_first = True
         place, phase = slot_of(round, sm.KV_BUFFERS)
         if sm.KV_BUFFERS == 1:
             mbarrier.wait(sm.kv_full.index(place), phase)
@@ -478,9 +488,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     mbarrier.wait(sm.q_full.index(slot), parity)
                     block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
+                    if sm.FP8_GRADIENTS and (sm.ACCUMULATE or sm.STORE_FIRST):
                         if kept == sm.PROMOTE:
-                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W)
+                            if sm.STORE_FIRST:
+                                is_first = False
                             dk = gl.zeros([64, C], gl.float32, layout)
                             dv = gl.zeros([64, C], gl.float32, layout)
                             kept = 0
@@ -502,7 +514,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, of_tile[3], place, W)
         if (not sm.ACCUMULATE) | (start < stop):
-            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(place), count=1)
         round += 1
@@ -542,6 +554,7 @@ def backward_keys_fp8(
     stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_BUFFERS: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
+    STORE_FIRST: gl.constexpr,
     BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
@@ -593,7 +606,8 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare, number,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, AHEAD, TURNS, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, AHEAD, TURNS, STORE_FIRST,
+        ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
