@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ringflash_kernels.api import device_guard
-from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, CENTRE, E4M3, OFFSET, TAIL_BYTES, Rows
+from ringflash_kernels.fp8_reference import BLOCK_K, BLOCK_Q, CENTRE, OFFSET, TAIL_BYTES, Rows
 from ringflash_kernels.hopper.compat import (
     TensorDescriptor,
     e4m3_of_bits,
@@ -53,14 +53,6 @@ from ringflash_kernels.hopper.forward.host import (
     tile_counter,
     tile_table,
     write_unseen_rows,
-)
-from ringflash_kernels.hopper.fp8.quantise import (
-    SIGNS,
-    adjacent_layout,
-    power_of_two,
-    rotated,
-    rounded,
-    with_exponent,
 )
 from ringflash_kernels.hopper.fp8.tiles import FP8_TILES, Fp8Tiles
 from ringflash_kernels.hopper.launcher import Launcher
@@ -105,7 +97,6 @@ _LN2 = math.log(2.0)
 _OFFSET = gl.constexpr(OFFSET)
 _TOP_BITS = gl.constexpr((8 * (OFFSET + 7) + CENTRE) * 2.0**-24)  # of P' = 2^OFFSET, as `e4m3_of_bits` takes them
 _BITS_PER_OCTAVE = gl.constexpr(8 * 2.0**-24)
-_SIGNS = gl.constexpr(SIGNS)
 _TAIL = gl.constexpr(TAIL_BYTES // 4)  # numbers in the tail of a record
 
 
@@ -115,7 +106,6 @@ class Fp8Variant:
 
     Args:
         row_max: also store an upper bound of each row's scores.
-        rounds_q: q is in 16 bits; each warpgroup rotates and rounds its rows, to the bits of `quantise.quantise_q`.
     """
 
     tiles: Fp8Tiles
@@ -123,7 +113,6 @@ class Fp8Variant:
     resume: bool
     row_max: bool = False
     starts: bool = False
-    rounds_q: bool = False
 
     @property
     def ends_bytes(self) -> int:
@@ -177,15 +166,11 @@ class WarpgroupRows(NamedTuple):
 
 
 class QScales(NamedTuple):
-    """Scales of q, one for each block of rows, or q if the kernel rounds it, and the tensor for the largest score of
-    each row, as lse.
-    """
+    """Scales of q, one for each block of rows, and the tensor for the largest score of each row, as lse."""
 
     first: int
     stride_b: int
     stride_h: int
-    stride_s: int
-    num_rows: int
     row_max: int
 
 
@@ -212,7 +197,7 @@ def load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, 
     load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
     if V.ends_bytes:
         tma_load(ends_desc, [0, block * V.tiles.block_n], full, shared.ends.index(index))
-    if is_first and not V.rounds_q:
+    if is_first:
         load_q(q_desc, shared, barriers, tile, count, V)
     mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
     full = barriers.v_full.index(index)
@@ -262,7 +247,7 @@ def produce(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, prob
                 load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, block, kv,
                             count, i == 0, V)  # fmt: skip
                 kv += 1
-        if tile.num_blocks == 0 and not V.rounds_q:
+        if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
@@ -499,25 +484,6 @@ def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.co
 
 
 @gluon.jit
-def round_q(q_scales, shared, batch, head, row, W: gl.constexpr, V: gl.constexpr):
-    """Load the warpgroup's rows of q, store them rotated and rounded as the operand of S, and return their scale."""
-    BM: gl.constexpr = V.tiles.block_m
-    D: gl.constexpr = V.tiles.parts[0]
-    layout: gl.constexpr = adjacent_layout(BM, D, 4, 8)
-    to: gl.constexpr = adjacent_layout(BM, D, 4, 16)
-    rows = row + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    first = gl.multiple_of(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h, 16)
-    at = first + gl.multiple_of(rows[:, None].to(gl.int64) * q_scales.stride_s, [16, 16]) + column[None, :]
-    inside = (rows < q_scales.num_rows)[:, None] & (column < D)[None, :]
-    x, largest = rotated(gl.load(at, mask=inside, other=0.0).to(gl.float32), column, _SIGNS, 4)
-    x, biased = with_exponent(x, largest)
-    shared.q[0].index(W).reshape([BM, D]).store(gl.convert_layout(rounded(x, biased), to))
-    fence_async_shared()
-    return power_of_two(biased)
-
-
-@gluon.jit
 def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, V: gl.constexpr):
     """Consumer warpgroup W: attend for rows [W * block_m, (W + 1) * block_m) of every tile."""
     row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
@@ -537,15 +503,11 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
         if V.resume:
             old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
             load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
+        q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
+        q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
-        if V.rounds_q:
-            q_scale = round_q(q_scales, shared, batch, head, row, W, V)
-        else:
-            q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
-            q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         rows = WarpgroupRows(row, q_scale * problem.scale, problem, pointers)
-        if not V.rounds_q:
-            mbarrier.wait(barriers.q_full.index(W), count & 1)
+        mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
             reference = lse
@@ -594,12 +556,7 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
     box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
     stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
     stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
-    if V.rounds_q:
-        q_box: gl.constexpr = [1, V.tiles.block_m, 1, V.tiles.parts[0]]
-        q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(q_box, gl.float8e4nv)
-        q_ring = (gl.allocate_shared_memory(gl.float8e4nv, [WARPGROUPS] + q_box, q_layout),)
-    else:
-        q_ring = ring_of(q_desc, WARPGROUPS, V)
+    q_ring = ring_of(q_desc, WARPGROUPS, V)
     k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
     v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
@@ -615,25 +572,22 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
     do_not_specialize=[
         "lse", "start", "stop", "ends", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
         "num_heads", "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
-        "lse_stride_h", "q_stride_b", "q_stride_h", "q_stride_s", "q_rows",
+        "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
     q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc, ends_desc,
     lse, start, stop, ends, table, stretches, counter, q_scales, row_max,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
-    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, q_stride_s, q_rows, scale,
+    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """FP8 attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
                       upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, ends, table, stretches, counter)
-    q_scales = QScales(q_scales, q_stride_b, q_stride_h, q_stride_s, q_rows, row_max)
-    if V.rounds_q:
-        q = 0
-    else:
-        q = pair(q_desc, q_desc, V)
+    q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
+    q = pair(q_desc, q_desc, V)
     o = pair(o_desc, o_desc, V)
     acc = pair(acc_desc, acc_desc, V)
     shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, ends_desc, V)
@@ -728,15 +682,12 @@ def build_launch(
     else:
         kind = "ends" if mask.is_two_sided else "bounds"
     q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
-    rounds_q = rows.scales is None
-    if rounds_q:  # the scale of a last block is that of all its rows
-        q_scales = cut(rows.values, 1, (span[0], min(-(-end // BLOCK_Q) * BLOCK_Q, rows.values.shape[1])))
     records = cut(records, 1, (keys[0] // BLOCK_K, -(-keys[1] // BLOCK_K)))
     out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
     batch, seqlen_q, num_heads, head_dim = q8.shape
     num_kv_heads, seqlen_k = records.shape[2], keys[1] - keys[0]
     starts = kind == "ends" and has_begins(mask)
-    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None, starts, rounds_q)
+    variant = _variant(FP8_TILES[head_dim], kind, acc is not None, row_max is not None, starts)
     if kind == "bounds":
         start, stop = (bound[slice(*span)] for bound in mask.bounds(q8.device))
         table = tile_table(mask, q8.device, variant.tiles.rows, span)
@@ -745,9 +696,6 @@ def build_launch(
         if variant.ends_bytes:
             ends_of_blocks, ends = block_descriptor(ends, (1, BLOCK_K)), None
         table, stretches, *_ = walks(mask, q8.device, span, variant.tiles.rows, BLOCK_K)
-    of_q = *q_scales.stride()[:2], 0, 0
-    if rounds_q:
-        of_q = q_scales.stride(0), q_scales.stride(2), q_scales.stride(1), q_scales.shape[1]
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
@@ -757,16 +705,16 @@ def build_launch(
         q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
-        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *of_q,
+        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
-    key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype, rounds_q and q8.dtype)
+    key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype)
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
 @functools.cache
-def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool, starts: bool, rounds_q: bool) -> Fp8Variant:
-    return Fp8Variant(tiles, mask, resume, row_max, starts, rounds_q)
+def _variant(tiles: Fp8Tiles, mask: str, resume: bool, row_max: bool, starts: bool) -> Fp8Variant:
+    return Fp8Variant(tiles, mask, resume, row_max, starts)
 
 
 def _descriptors(
@@ -775,13 +723,12 @@ def _descriptors(
     """Return descriptors of q, of k, v and tails in the records, of out and acc: boxes of one part of the head."""
     head_dim, columns = q8.shape[3], tiles.parts[0]
     size = BLOCK_K * head_dim
-    values = records.view(E4M3)
+    values = records.view(q8.dtype)
     k8 = values[..., :size].unflatten(-1, (BLOCK_K, head_dim))
     v8 = values[..., size : 2 * size].unflatten(-1, (head_dim, BLOCK_K))
-    of_k = block_descriptor(k8, (1, 1, 1, BLOCK_K, columns))
     return (
-        tile_descriptor(q8, BLOCK_Q, columns) if q8.dtype == E4M3 else of_k,  # a kernel that rounds q does not read it
-        of_k,
+        tile_descriptor(q8, BLOCK_Q, columns),
+        block_descriptor(k8, (1, 1, 1, BLOCK_K, columns)),
         block_descriptor(v8, (1, 1, 1, columns, BLOCK_K)),
         block_descriptor(records.view(torch.float32)[..., size // 2 :], (1, 1, 1, TAIL_BYTES // 4)),
         tile_descriptor(out, tiles.block_m, columns),
