@@ -206,7 +206,7 @@ def ours_in_fp8_backward(products: str) -> Contender:
     from ringflash_kernels.hopper.fp8.quantise import quantise_kv, quantise_q
 
     def build_backward(x: Inputs) -> Run | None:
-        largest_head_dim = 256 if products == "bf16" else 128
+        largest_head_dim = 128 if products == "fp8_scores" else 256
         if x.row.kind == "hop" or x.row.head_dim not in HEAD_DIMS or x.row.head_dim > largest_head_dim:
             return None
         out, dq, dk, dv = (torch.empty_like(t) for t in (x.dout, x.q, x.k, x.v))

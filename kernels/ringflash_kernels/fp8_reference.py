@@ -479,11 +479,13 @@ class Fp8ReferenceBackward:
         hidden = ~visible | (reference == -math.inf)
         p = torch.exp2(scores - reference).masked_fill(hidden, 0.0)
         dp = torch.einsum("bihgd,bjhd->bhgij", dout, v)
-        ds = p * (dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]
-        ds = ds.masked_fill(hidden, 0.0)
+        relative = ((dp - delta) / gain.permute(0, 2, 1)[:, :, None, None]).masked_fill(hidden, 0.0)
+        ds = ds_of_dk = p * relative
+        if self.products == "fp8" and k.shape[3] > 128:  # there P is in fp16
+            ds_of_dk = p.half().double() * relative
         low = rounded_to_e4m3 if self.products == "fp8" else rounded_to_bf16
         grad_q = _sums("bhgij,bjhd->bihgd", low(ds), k * gain.unsqueeze(-1), visible).flatten(2, 3)
-        grad_k = _sums("bhgij,bihgd->bjhd", low(ds), q1, visible) * of_dk
+        grad_k = _sums("bhgij,bihgd->bjhd", low(ds_of_dk), q1, visible) * of_dk
         return grad_q, grad_k, _sums("bhgij,bihgd->bjhd", low(p), dout1, visible) * of_dv
 
 
@@ -506,8 +508,11 @@ def check_products(products: str, head_dim: int, deterministic: bool) -> None:
     """Raise NotImplementedError unless such gradients can be computed."""
     assert products in PRODUCTS, products
     remedy = "use 'hopper_fp8', whose backward is in bf16"
-    if products != "bf16" and head_dim > 128:
-        raise NotImplementedError(f"head_dim must be at most 128 with a backward in FP8, got {head_dim}; {remedy}.")
+    if products == "fp8_scores" and head_dim > 128:
+        raise NotImplementedError(
+            f"head_dim must be at most 128 with only scores of the backward in FP8, got {head_dim}; use "
+            "'hopper_fp8_all' or 'hopper_fp8'."
+        )
     if products != "bf16" and deterministic:
         raise NotImplementedError(
             "deterministic must be False with a backward in FP8, got True, or torch.use_deterministic_algorithms is "

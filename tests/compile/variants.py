@@ -52,8 +52,9 @@ def production_launches() -> list[Launch]:
         _forward(recorder, 128, "band", torch.float16)
         _backward(recorder, 128, "band", torch.float16)
         _exchange(recorder, 128)
-        for head_dim, products in ((64, "fp8_scores"), (64, "fp8"), (128, "fp8_scores"), (128, "fp8"), (256, "bf16")):
-            _fp8_backward(recorder, head_dim, products)
+        for head_dim in HEAD_DIMS_OF_FP8:
+            for products in ("fp8_scores", "fp8") if head_dim <= 128 else ("bf16", "fp8"):
+                _fp8_backward(recorder, head_dim, products)
         for head_dim in HEAD_DIMS_OF_FP8:
             _fp8(recorder, head_dim)
     return list(recorder.launches.values())

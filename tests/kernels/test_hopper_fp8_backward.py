@@ -29,7 +29,7 @@ MASKS = {
     "part of both": Mask.of(500, 600, [Region(101, 407, 50, 333, None, 170)]),
     **{name: kernel_masks.MASKS[name] for name in ("deep", "deep, window")},
 }
-CHOICES = [(head_dim, x) for head_dim in (64, 128) for x in fp8_reference.PRODUCTS] + [(256, "bf16")]
+CHOICES = [(head_dim, x) for head_dim in (64, 128) for x in fp8_reference.PRODUCTS] + [(256, "bf16"), (256, "fp8")]
 
 
 def draw(*shape, seed=0, dtype=torch.bfloat16):
@@ -71,15 +71,16 @@ def test_kernels_follow_the_specification(mask, dtype, head_dim, products):
         assert difference(x, y) <= 0.012, name
 
 
-@pytest.mark.parametrize("products", fp8_reference.PRODUCTS)
-def test_sets_of_keys_add_up(products):
+@pytest.mark.parametrize("head_dim, products", [*((128, x) for x in fp8_reference.PRODUCTS), (256, "fp8")])
+def test_sets_of_keys_add_up(head_dim, products):
     """Keys in three hops, and heads in slices of larger tensors, give the gradients of one call."""
     mask = Mask.band(900, 1000, causal=True)
-    q, dout = draw(1, 900, 8, 128)[:, :, :4], draw(1, 900, 4, 128, seed=1)
-    k, v = (draw(1, 1000, 6, 128, seed=i)[:, :, 2:4] for i in (2, 3))
+    q, dout = draw(1, 900, 8, head_dim)[:, :, :4], draw(1, 900, 4, head_dim, seed=1)
+    k, v = (draw(1, 1000, 6, head_dim, seed=i)[:, :, 2:4] for i in (2, 3))
     out, lse, row_max = forward(q, k, v, mask)
     want = gradients("hopper_fp8", mask, q, k, v, dout, out, lse, row_max, products)
-    run = Fp8Backward(dout, q, out, lse, num_kv_heads=2, softmax_scale=128**-0.5, products=products, row_max=row_max)
+    options = {"num_kv_heads": 2, "softmax_scale": head_dim**-0.5, "products": products, "row_max": row_max}
+    run = Fp8Backward(dout, q, out, lse, **options)
     dk, dv = torch.zeros(2, *k.shape, device="cuda")
     for start, stop in ((0, 256), (256, 512), (512, 1000)):
         hop = Mask.of(900, stop - start, [Region(0, 900, 0, stop - start, upper=100 - start)])
@@ -89,16 +90,15 @@ def test_sets_of_keys_add_up(products):
 
 
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
-def test_sums_in_16_bits_are_those_in_fp32(products, group):
+@pytest.mark.parametrize("head_dim, products", [(128, "fp8_scores"), (128, "fp8"), (256, "fp8")])
+def test_sums_in_16_bits_are_those_in_fp32(head_dim, products, group):
     """dK and dV of few parts are added up in bf16, by CTAs that draw their tiles: again and again, from one counter."""
     mask = Mask.band(8100, 8100, causal=True)
-    q, dout = (draw(1, 8100, 8, 128, seed=i) for i in (0, 1))
-    k, v = (draw(1, 8100, 8 // group, 128, seed=i) for i in (2, 3))
+    q, dout = (draw(1, 8100, 8, head_dim, seed=i) for i in (0, 1))
+    k, v = (draw(1, 8100, 8 // group, head_dim, seed=i) for i in (2, 3))
     out, lse, row_max = forward(q, k, v, mask, "hopper_fp8")
-    run = Fp8Backward(
-        dout, q, out, lse, num_kv_heads=8 // group, softmax_scale=128**-0.5, products=products, row_max=row_max
-    )
+    options = {"num_kv_heads": 8 // group, "softmax_scale": head_dim**-0.5, "products": products, "row_max": row_max}
+    run = Fp8Backward(dout, q, out, lse, **options)
     want_dk, want_dv = torch.zeros(2, *k.shape, device="cuda")
     run.add(k, v, mask, want_dk, want_dv)
     want_dq = run.finish()
@@ -118,26 +118,28 @@ def test_bf16_products_repeat_their_bits():
     assert all(map(torch.equal, first, second))
 
 
-def test_a_million_equal_keys():
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_a_million_equal_keys(head_dim):
     """Probabilities of 2^-20 reach dV and dK."""
-    seqlen_k, seqlen_q, scale = 1 << 20, 1024, 128**-0.5
-    q, dout = (draw(1, seqlen_q, 1, 128, seed=i) for i in (0, 1))
-    k = draw(1, 1, 1, 128, seed=2).expand(1, seqlen_k, 1, 128).contiguous()
-    v = draw(1, seqlen_k, 1, 128, seed=3)
+    seqlen_k, seqlen_q, scale = 1 << 20, 1024, head_dim**-0.5
+    q, dout = (draw(1, seqlen_q, 1, head_dim, seed=i) for i in (0, 1))
+    k = draw(1, 1, 1, head_dim, seed=2).expand(1, seqlen_k, 1, head_dim).contiguous()
+    v = draw(1, seqlen_k, 1, head_dim, seed=3)
     rows = quantise_q(q)
-    keys = fp8_reference.unpack(quantise_kv(k[:, :128], v[:, :128], for_backward=True), 128, for_backward=True)
+    keys = fp8_reference.unpack(quantise_kv(k[:, :128], v[:, :128], for_backward=True), head_dim, for_backward=True)
     key = keys.k[0, 0, 0].double() * keys.k_scales[0, 0, 0].double()
-    scores = rows.values[0, :, 0].double() @ key * rows.scales[0, 0].repeat_interleave(64).double() * scale / 128
+    scores = rows.values[0, :, 0].double() @ key * rows.scales[0, 0].repeat_interleave(64).double() * scale / head_dim
     row_max = scores.float()[None, None].contiguous()
     mask = Mask.full(seqlen_q, seqlen_k)
     out, lse, kept = forward(q, k, v, mask, impl="hopper_fp8")
-    torch.testing.assert_close(lse, row_max + math.log(seqlen_k), rtol=0, atol=1e-3)
+    # A score is a sum of head_dim products with 13 bits.
+    torch.testing.assert_close(lse, row_max + math.log(seqlen_k), rtol=0, atol=1e-3 * head_dim / 128)
     assert ((kept >= row_max - 1e-4) & (kept <= row_max + 0.7)).all()
     run = Fp8Backward(dout, q, out, lse, num_kv_heads=1, softmax_scale=scale, products="fp8", row_max=kept)
     dk, dv = torch.zeros(2, *k.shape, device="cuda")
     run.add(k, v, mask, dk, dv)
     exact = dout[0, :, 0].double()
-    assert difference(dv[0, :, 0], (exact.sum(0) / seqlen_k).expand(seqlen_k, 128)) <= 0.05
+    assert difference(dv[0, :, 0], (exact.sum(0) / seqlen_k).expand(seqlen_k, head_dim)) <= 0.05
     delta = (exact * out[0, :, 0].double()).sum(-1, keepdim=True)
     some = slice(0, seqlen_k, 997)
     ds = (exact @ v[0, some, 0].double().T - delta) / seqlen_k
@@ -157,15 +159,17 @@ def test_a_million_queries_of_few_keys():
     assert abs(float(ratio) - 1) <= 0.02
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("zeros", [slice(420, 430), slice(400, 512)], ids=["some", "all"])
-def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place):
+def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place, head_dim):
     """Also if dO is 0 in some or all of the rows that see it. Other documents keep their gradients."""
     mask, row = Mask.documents([0, 256, 512]), 400
-    q, k, v, dout = (draw(1, 512, 2, 128, seed=i) for i in range(4))
+    q, k, v, dout = (draw(1, 512, 2, head_dim, seed=i) for i in range(4))
     dout[0, zeros] = 0.0
     state = forward(q, k, v, mask, impl="hopper_fp8")
-    clean = {x: gradients("hopper_fp8", mask, q, k, v, dout, *state, x) for x in fp8_reference.PRODUCTS}
+    choices = [x for width, x in CHOICES if width == head_dim]
+    clean = {x: gradients("hopper_fp8", mask, q, k, v, dout, *state, x) for x in choices}
     plant(place, row, q, k, v, dout)
     state = forward(q, k, v, mask, impl="hopper_fp8")
     for products, expected in clean.items():
@@ -175,18 +179,17 @@ def test_nan_reaches_every_gradient_that_depends_on_it(zeros, place):
             assert difference(x[0, :256], y[0, :256]) <= 5e-3
 
 
-@pytest.mark.parametrize("products", ["fp8_scores", "fp8"])
+@pytest.mark.parametrize("head_dim, products", [(128, "fp8_scores"), (128, "fp8"), (256, "fp8")])
 @pytest.mark.parametrize("mask", [Mask.band(6000, 6000, causal=True), Mask.documents([0, 5000, 6000])], ids=str)
-def test_overwritten_gradients_equal_added_ones(mask, products):
+def test_overwritten_gradients_equal_added_ones(mask, head_dim, products):
     """Also where sums leave the tensor cores: rows of more than 64 blocks of queries."""
-    q, dout = (draw(1, 6000, 4, 128, seed=i) for i in (0, 1))
-    k, v = (draw(1, 6000, 4, 128, seed=i) for i in (2, 3))
+    q, dout = (draw(1, 6000, 4, head_dim, seed=i) for i in (0, 1))
+    k, v = (draw(1, 6000, 4, head_dim, seed=i) for i in (2, 3))
     out, lse, row_max = forward(q, k, v, mask, impl="hopper_fp8")
     results = []
     for dtype in (None, torch.float32, torch.bfloat16):
-        run = Fp8Backward(
-            dout, q, out, lse, num_kv_heads=4, softmax_scale=128**-0.5, products=products, row_max=row_max
-        )
+        options = {"num_kv_heads": 4, "softmax_scale": head_dim**-0.5, "products": products, "row_max": row_max}
+        run = Fp8Backward(dout, q, out, lse, **options)
         fill, dtype = (math.nan, dtype) if dtype else (0.0, None)
         dk, dv = (torch.full(x.shape, fill, dtype=dtype or torch.float32, device="cuda") for x in (k, v))
         run.add(k, v, mask, dk, dv, accumulate=dtype is None)

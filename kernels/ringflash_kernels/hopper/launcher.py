@@ -64,10 +64,16 @@ class Launcher:
         kernel: a Gluon or Triton function.
         specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
         num_warps: warps of a program.
+        max_registers: of a thread, if fewer than ptxas takes.
     """
 
-    def __init__(self, kernel: Any, *, specialised: bool = False, num_warps: int = 4) -> None:
-        self._kernel, self._specialised, self._num_warps = kernel, specialised, num_warps
+    def __init__(
+        self, kernel: Any, *, specialised: bool = False, num_warps: int = 4, max_registers: int | None = None
+    ) -> None:
+        self._kernel, self._specialised = kernel, specialised
+        self._options = {"num_warps": num_warps, **_OPTIONS}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, variant: Hashable, num_programs: int, *args: Any, **constants: Any) -> None:
@@ -97,7 +103,7 @@ class Launcher:
             return
         if observer.tell is not None:
             observer.tell(None)
-        compiled = self._kernel[num_programs,](*args, **constants, num_warps=self._num_warps, **_OPTIONS)
+        compiled = self._kernel[num_programs,](*args, **constants, **self._options)
         if hasattr(compiled, "packed_metadata"):  # false for the recorder and the emulator of the tests
             names = [parameter.name for parameter in self._kernel.params][len(args) :]
             constant_values = [constants[name] for name in names]

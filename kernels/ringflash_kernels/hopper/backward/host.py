@@ -52,7 +52,7 @@ _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
 _BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are done beside those of others
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
-_HELD_QUERIES = 128  # per CTA of `backward_queries`
+HELD_QUERIES = 128  # per CTA of `backward_queries`
 
 _NO_ASIDE = (None,) * 20
 
@@ -317,12 +317,14 @@ class HopperBackward:
 
     def _add_queries(self, k: Tensor, v: Tensor, mask: Mask) -> None:
         """Launch the kernel that computes only dQ of a hop. The first hop stores dQ if it covers every query."""
-        hop = hop_of(mask, k.device, transposed=True)  # queries and keys exchanged: its rows are the keys
+        hop = hop_of(
+            mask, k.device, transposed=True, aligned=(1, 1)
+        )  # queries and keys exchanged: its rows are the keys
         tiles, choices = self.tiles, self.tiles.queries
         batch, _, num_heads, head_dim = self.q.shape
         # The heads of a group read the same keys.
         heads_together = num_heads // k.shape[2] * self._section(batch * k.shape[2], hop.num_rows)
-        num_tiles = -(-hop.num_keys // _HELD_QUERIES)
+        num_tiles = -(-hop.num_keys // HELD_QUERIES)
         num_works = num_tiles * batch * num_heads
         queries = self._queries(hop.k_start, hop.k_stop)
         add = self._dq_is_written or hop.num_keys < self.q.shape[1]
@@ -393,8 +395,8 @@ class HopperBackward:
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
         rows = 0, mask.seqlen_q
-        tiles, stretches, *_ = walks(mask, device, rows, _HELD_QUERIES, 64)
-        return block_descriptor(limits(mask, device, _HELD_QUERIES, rows).ends, (1, 64)), tiles, stretches
+        tiles, stretches, *_ = walks(mask, device, rows, HELD_QUERIES, 64)
+        return block_descriptor(limits(mask, device, HELD_QUERIES, rows).ends, (1, 64)), tiles, stretches
 
     def _queries(self, start: int, stop: int) -> _Queries:
         """Return descriptors of the query side for the rows [start, stop), made once."""
@@ -565,7 +567,8 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     """Return `hop_of` of a mask: a rectangle with one band or two causal ones, or tables of bounds for any other."""
     second = None if transposed else _second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
-    if (len(mask.regions) > 1 and second is None) or region.k_start % aligned[1]:
+    unaligned = region.k_start % aligned[1] or (transposed and region.q_start % aligned[0])
+    if (len(mask.regions) > 1 and second is None) or unaligned:
         side = mask if transposed else mask.cached("transposed", mask.transposed)
         two_sided = mask.is_two_sided
         return HopRectangle(

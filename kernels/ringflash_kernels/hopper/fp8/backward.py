@@ -29,6 +29,8 @@ from ringflash_kernels.hopper.fp8.backward_operands import (
     rescale,
     statistics,
 )
+from ringflash_kernels.hopper.fp8.backward_queries import backward_queries_fp8
+from ringflash_kernels.hopper.fp8.backward_wide import backward_wide_fp8
 from ringflash_kernels.hopper.fp8.quantise import dequantised_kv, dequantised_q, quantise_and_measure_q, quantise_kv
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.mask import Mask
@@ -37,7 +39,7 @@ _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 register
 _KEYS_IN_16_BITS = 2**17  # whose dQ fp16 holds: 1,024 random sums add an error of 0.5%, equal ones at most 6%
 _FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
 
-_KEYS = Launcher(backward_keys_fp8)
+_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys_fp8, backward_wide_fp8, backward_queries_fp8))
 
 
 class Fp8Backward:
@@ -51,7 +53,7 @@ class Fp8Backward:
             long rows would otherwise round to 0.
     Raises:
         ValueError, from `add`: another number of KV heads.
-        NotImplementedError: `deterministic`, or head_dim 256, without "bf16".
+        NotImplementedError: `deterministic` without "bf16"; head_dim 256 with "fp8_scores".
     """
 
     def __init__(
@@ -178,7 +180,11 @@ class _Products(host.HopperBackward):
         row_max = lse if products != "fp8" or row_max is None else row_max
         in_16_bits = products == "fp8" and num_keys is not None and num_keys <= _KEYS_IN_16_BITS
         dq_dtype = torch.float16 if in_16_bits else torch.float32
-        rows, maxima, self.dq = statistics(dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype)
+        rows, maxima, self.dq = statistics(
+            dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype, zeros=not self.tiles.wide
+        )
+        self._dq_is_written = not self.tiles.wide
+        self._operands = None  # prepared already
         q = q if q.stride(-1) == 1 else q.contiguous()
         self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
         self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
@@ -193,8 +199,12 @@ class _Products(host.HopperBackward):
         group = self._group(dk, hop)
         # Heads of a group that are computed apart, and sums that leave the tensor cores in parts, are added up.
         blocks = -(-hop.num_rows // BLOCK_Q) * group if self.products == "fp8" else 1
-        num_parts = -(-blocks // _PROMOTE) * (self.q.shape[2] // dk.shape[2] // group)
-        with host.written(hop, dk, dv, accumulate, num_parts > 1, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
+        heads_apart = self.q.shape[2] // dk.shape[2] // group
+        num_parts = -(-blocks // _PROMOTE) * heads_apart
+        in_parts = num_parts > 1
+        if self.q.shape[3] != 128 and heads_apart == 1 and num_parts <= _FEW_PARTS:
+            in_parts = False  # a CTA stores the first part and adds the others; at 128 that takes too many registers
+        with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
             if hop.num_rows:
                 self._launch(records, mask, hop, group, dk, dv, adds)
 
@@ -202,21 +212,14 @@ class _Products(host.HopperBackward):
         """Write dQ, rotated back and with the factors of its rows."""
         scale = self.softmax_scale / out.shape[-1]
         add_rotated_back(
-            _by_rows(self.dq, out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
+            _by_rows(self.accumulated_dq(), out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
         )  # fmt: skip
 
     def _launch(
         self, records: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
     ) -> None:
-        """Launch the kernel of dK, dV and dQ for the records of a hop; dq in fp16 is rescaled before."""
-        batch, _, num_heads, head_dim = self.q.shape
-        num_groups = batch * num_heads // group
-        tables = self._tables(mask, hop, dk.device, num_groups)
-        heads_together = max(self._section(num_groups, hop.num_rows), tables.heads_together)
-        num_tiles = -(-hop.num_keys // BLOCK_K)
-        num_works = num_tiles * num_groups
-        fp8_gradients = self.products == "fp8"
-        first = hop.k_start // BLOCK_K
+        """Launch the kernels of a hop for its records; dq in fp16 is rescaled before."""
+        head_dim = self.q.shape[3]
         keys = KeyOperands(
             records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
             has_unit=self.maxima is not None,
@@ -224,34 +227,118 @@ class _Products(host.HopperBackward):
         if self.maxima is not None and self._added:
             rescale(self.dq, self.maxima)
         self._added = True
+        self._add_keys_fp8(records, keys, mask, hop, group, dk, dv, accumulate)
+        if self.tiles.wide:
+            self._add_queries_fp8(records, keys, mask)
+
+    def _add_keys_fp8(
+        self,
+        records: Tensor,
+        keys: KeyOperands,
+        mask: Mask,
+        hop: HopRectangle,
+        group: int,
+        dk: Tensor,
+        dv: Tensor,
+        accumulate: bool,
+    ) -> None:
+        """Launch the kernel of dK and dV, which also computes dQ unless dQ has a separate kernel."""
+        batch, _, num_heads, head_dim = self.q.shape
+        num_groups = batch * num_heads // group
+        tables = self._tables(mask, hop, dk.device, num_groups)
+        heads_together = max(1 if self.tiles.wide else self._section(num_groups, hop.num_rows), tables.heads_together)
+        num_tiles = -(-hop.num_keys // self.tiles.block_n)
+        num_works = num_tiles * num_groups
+        fp8_gradients = self.products == "fp8"
+        first = hop.k_start // BLOCK_K
         k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
-        if fp8_gradients:
-            k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
-        else:
-            k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
-        columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
-        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        k8, v8 = (_key_tile(x, (64, head_dim)) for x in (k8, v8))
+        stats = block_descriptor(self.stats, (1, 2, 64))
         # Gradients in 16 bits leave shared memory for K and V of a next tile.
-        drawn = fp8_gradients and dk.dtype != torch.float32
-        _KEYS(
-            (head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype,
-             accumulate),
-            min(num_works, count_sms(dk.device)) if drawn else num_works,
-            *self._query_tiles(hop), k, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)),
-            block_descriptor(self.stats, (1, 2, 64)), block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
-            *stores, self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
+        drawn = fp8_gradients and dk.dtype != torch.float32 and not self.tiles.wide
+        columns = head_dim // 2 if dk.dtype == torch.float32 else head_dim
+        if self.tiles.wide:
+            columns //= 2
+        stores = [row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, columns) for x in (dk, dv)]
+        scales = (
+            self._rows.scales[..., hop.q_start // BLOCK_Q :], self._rows.scales.shape[2],
             keys.scales[:, :, first:], keys.scales.shape[2],
-            tile_counter(dk.device) if drawn else self.clock,
+        )  # fmt: skip
+        scalars = (
             tables.begins, *self._bounds(hop), *tables.walks,
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            self._lap(hop, group, tables.lap), self.clock, 1.0, 1.0,
-            STAGES=2, FP8_GRADIENTS=fp8_gradients, PROMOTE=_PROMOTE, KV_BUFFERS=2 if drawn else 1,
+            self._lap(hop, group, tables.lap), self.clock,
+        )  # fmt: skip
+        choices = dict(
+            STAGES=2, PROMOTE=_PROMOTE, BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins,
+            ACCUMULATE=accumulate,
+        )  # fmt: skip
+        variant = (
+            head_dim, hop.has_bounds, hop.two_sided, hop.has_begins, fp8_gradients, _PROMOTE, dk.dtype, self.dq.dtype,
+            accumulate,
+        )  # fmt: skip
+        in_parts = -(-hop.num_rows // BLOCK_Q) * group > _PROMOTE
+        if self.tiles.wide:
+            _WIDE(
+                (*variant, in_parts), min(num_works, count_sms(dk.device)), *self._query_tiles(hop), k8, v8, stats,
+                *stores, *scales, tile_counter(dk.device), *scalars, PARTS=in_parts, DRAWN=True, **choices,
+            )  # fmt: skip
+            return
+        ahead = fp8_gradients and head_dim == 64
+        if fp8_gradients:
+            k = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
+        else:
+            k = row_tile(cut(keys.k, 1, (hop.k_start, keys.k.shape[1])), 64, head_dim)
+        store_first = fp8_gradients and in_parts and not accumulate
+        _KEYS(
+            (*variant, store_first), min(num_works, count_sms(dk.device)) if drawn else num_works,
+            *self._query_tiles(hop), k, k8, v8, stats, block_descriptor(self.dq.flatten(0, 1), (64, head_dim // 2)),
+            *stores, *scales, tile_counter(dk.device) if drawn else self.clock, *scalars, 1.0, 1.0,
+            FP8_GRADIENTS=fp8_gradients, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.pieces == (64,), BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,
-            BEGINS=hop.has_begins, ACCUMULATE=accumulate,
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True, STORE_FIRST=store_first,
+            **choices | {"STAGES": 4 if ahead else 2},
+        )  # fmt: skip
+
+    def _add_queries_fp8(self, records: Tensor, keys: KeyOperands, mask: Mask) -> None:
+        """Launch the kernel that computes only dQ."""
+        # Queries and keys exchanged: its rows are the keys.
+        hop = hop_of(mask, self.q.device, transposed=True, aligned=(BLOCK_Q, BLOCK_K))
+        batch, _, num_heads, head_dim = self.q.shape
+        num_kv_heads = records.shape[2]
+        heads_together = num_heads // num_kv_heads * self._section(batch * num_kv_heads, hop.num_rows)
+        num_tiles = -(-hop.num_keys // host.HELD_QUERIES)
+        num_works = num_tiles * batch * num_heads
+        first = hop.q_start // BLOCK_K
+        k8, v8, _ = parts(cut(records, 1, (first, records.shape[1])), head_dim)
+        k1 = _key_tile(cut(keys.k, 1, (first, records.shape[1])), (head_dim, 64))
+        q, dout = (
+            row_tile(cut(x, 1, (hop.k_start, hop.k_stop)), 64, head_dim)
+            for x in (self._rows.values, self.operands.dout8)
+        )
+        ends, *tables = None, None, None
+        if hop.two_sided:
+            ends, *tables = self._query_tables(mask, self.q.device)
+        has_unit = self.maxima is not None
+        add = self._dq_is_written or hop.num_keys < self.q.shape[1]
+        dq = self.accumulated_dq() if add else self.dq
+        self._dq_is_written = True
+        _QUERIES(
+            (head_dim, _PROMOTE, has_unit, add, hop.has_bounds, hop.two_sided),
+            min(num_works, count_sms(self.q.device)),
+            q, dout, _key_tile(k8, (64, head_dim)), _key_tile(v8, (64, head_dim)), k1,
+            block_descriptor(dq, (1, 64, 64)), ends,
+            self._rows.scales[..., hop.k_start // BLOCK_Q :], self._rows.scales.shape[2],
+            keys.scales[:, :, first:], keys.scales.shape[2], self._maxima,
+            tile_counter(self.q.device), self.stats, *self._bounds(hop), *tables, self.stats.stride(1), hop.k_start,
+            self.q.shape[1], hop.num_rows, hop.num_keys, num_heads, num_kv_heads, num_tiles, heads_together, num_works,
+            hop.first_shift, hop.stop_shift,
+            # dQ in fp32 leaves no room for a third.
+            STAGES=3 if has_unit else 2, PROMOTE=_PROMOTE, HAS_UNIT=has_unit, ADD=add, DRAWN=True,
+            BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided,
         )  # fmt: skip
 
     def _query_tiles(self, hop: HopRectangle) -> tuple[TensorDescriptor, ...]:

@@ -38,6 +38,7 @@ from ringflash_kernels.hopper.compat import (
     tma_load,
     tma_reduce_add,
     tma_store,
+    tma_store_complete,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -93,6 +94,9 @@ class Fp8KeysShared:
     KV_BUFFERS: gl.constexpr
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
+    AHEAD: gl.constexpr
+    TURNS: gl.constexpr
+    STORE_FIRST: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -255,6 +259,8 @@ def _step(
     masked,
     dq_row,
     place,
+    s,
+    left,
     W: gl.constexpr,
 ):
     """Process one block of queries: P, dV, dS, dK of this block, and dQ of the previous one, at `dq_row`.
@@ -274,14 +280,17 @@ def _step(
     # S^T = K Q^T and dP^T = V dO^T
     if not problem.TWO_SIDED:
         s_scale = gl.load(scale_ptr + block) * scales[0]
-    mbarrier.wait(sm.q_full.index(slot), parity)
+    if not sm.AHEAD:
+        mbarrier.wait(sm.q_full.index(slot), parity)
     if sm.FP8_GRADIENTS:  # from -delta on, which then needs no registers; with bf16 operands ptxas would spill more
         reference = stats.slice(0, 1, dim=0).load(s_layout)  # behind the products it would wait for them
         dp = given((stats.slice(1, 1, dim=0).load(s_layout) * scales[2]).broadcast_to([64, 64]))
     else:
         dp = zeros
-    take_turn(step, W)
-    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if sm.TURNS:
+        take_turn(step, W)
+    if not sm.AHEAD:
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=sm.FP8_GRADIENTS, is_async=True)
 
     if problem.TWO_SIDED:
@@ -293,8 +302,9 @@ def _step(
     # P = exp(S - reference of the row)
     if not sm.FP8_GRADIENTS:
         reference = stats.slice(0, 1, dim=0).load(s_layout)
-    s = warpgroup_mma_wait(1, deps=(s,))
-    if sm.TURN_BEFORE_EXP:
+    if not sm.AHEAD:
+        s = warpgroup_mma_wait(1, deps=(s,))
+    if sm.TURN_BEFORE_EXP and sm.TURNS:
         pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
@@ -313,7 +323,7 @@ def _step(
         p *= scales[1]
     else:
         delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
-    if not sm.TURN_BEFORE_EXP:
+    if sm.TURNS and not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
@@ -321,6 +331,11 @@ def _step(
     dp = warpgroup_mma_wait(0, deps=(dp,))
     dv = warpgroup_mma(p_operand, _second(sm, sm.dout1.index(slot)), dv, is_async=True)
     dq = _dq_mma(sm, last, place, W)
+    if sm.AHEAD:  # S of the next step; at the last one of a tile S of this one again
+        next_slot, next_parity = slot_of(step + (left > 1).to(gl.int32), sm.STAGES)
+        mbarrier.wait(sm.q_full.index(next_slot), next_parity)
+        q = sm.q0.index(next_slot).reshape([64, C])
+        s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
 
     # dS = P (dP - delta), dK += dS^T Q
     if sm.FP8_GRADIENTS:
@@ -331,16 +346,20 @@ def _step(
     dk = warpgroup_mma(ds_operand, _second(sm, sm.q1.index(slot)), dk, is_async=True)
     tma_store_wait(0)
     _store_ds(sm, sm.ds.index(current * 2 + W), ds)
-    dq = warpgroup_mma_wait(1, deps=(dq,))
+    dq = warpgroup_mma_wait(2 if sm.AHEAD else 1, deps=(dq,))
     staged = _stage_dq(sm, dq_desc, dq, scales[3], W)
     mbarrier.arrive(sm.ds_full.index(current), count=1)
     tma_reduce_add(dq_desc, [dq_row, C // 2 * W], staged)
-    if sm.FP8_GRADIENTS:  # registers of 8 bits cannot be named here (triton 3.6)
+    if sm.AHEAD:
+        dk, dv, s = warpgroup_mma_wait(0, deps=(dk, dv, s))
+    elif sm.FP8_GRADIENTS:  # registers of 8 bits cannot be named here (triton 3.6)
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     else:
         dk, dv, p_operand, ds_operand = warpgroup_mma_wait(0, deps=(dk, dv, p_operand, ds_operand))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-    return dk, dv, block
+    if not sm.AHEAD:
+        s = 0
+    return dk, dv, block, s
 
 
 @gluon.jit
@@ -368,32 +387,39 @@ def _stage(sm, desc, x, which: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _write(sm, desc, x, coord, W: gl.constexpr):
+def _write(sm, desc, x, coord, is_first, W: gl.constexpr):
     """Add or store dK or dV of this consumer's 64 keys, fp32 in halves."""
     D: gl.constexpr = sm.SPLIT
     if desc.dtype == gl.float32:
         left, right = halves(x, D)
         for half in gl.static_range(2):
             staged = _stage(sm, desc, right if half else left, half, W)
-            _send(sm, desc, [coord[0], coord[1], coord[2], half * (D // 2)], staged)
+            _send(sm, desc, [coord[0], coord[1], coord[2], half * (D // 2)], staged, is_first)
     else:
-        _send(sm, desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W))
+        _send(sm, desc, [coord[0], coord[1], coord[2], 0], _stage(sm, desc, x, 0, W), is_first)
 
 
 @gluon.jit
-def _send(sm, desc, at, staged):
+def _send(sm, desc, at, staged, is_first):
     if sm.ACCUMULATE:
         tma_reduce_add(desc, at, staged)
-    else:
+    elif not sm.STORE_FIRST:
         tma_store(desc, at, staged)
+    elif is_first:
+        tma_store(desc, at, staged)
+    else:
+        tma_reduce_add(desc, at, staged)
 
 
 @gluon.jit
-def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W: gl.constexpr):
-    """Add or store dK and dV, each times its scale."""
-    tma_store_wait(0)
-    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, W)
-    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, W)
+def _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W: gl.constexpr):
+    """Add or store dK and dV, each times its scale. With STORE_FIRST the first of several parts is stored."""
+    if sm.STORE_FIRST:
+        tma_store_complete(coord[2])  # what was stored is in memory before more is added
+    else:
+        tma_store_wait(0)
+    _write(sm, dv_desc, dv * gl.load(tile_ptr + 4), coord, is_first, W)
+    _write(sm, dk_desc, dk * gl.load(tile_ptr + 3), coord, is_first, W)
 
 
 @gluon.jit
@@ -405,7 +431,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 4)
     step = 0
     round = 0
-    if W == 1:
+    if W == 1 and sm.TURNS:
         pass_turn(step, W)
     if sm.KV_BUFFERS == 2:
         mbarrier.wait(sm.kv_full.index(0), 0)
@@ -424,6 +450,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
         coord = [batch, kv_head, key + W * 64]
         dk = gl.zeros([64, C], gl.float32, layout)
         dv = gl.zeros([64, C], gl.float32, layout)
+        is_first = True
         place, phase = slot_of(round, sm.KV_BUFFERS)
         if sm.KV_BUFFERS == 1:
             mbarrier.wait(sm.kv_full.index(place), phase)
@@ -449,6 +476,16 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             scale_ptr = scales.q_ptr + (batch * problem.num_heads + first_head) * scales.q_blocks
             dq_row = head_row + start * 64
             kept = 0  # blocks whose products the registers hold
+            left = problem.group * (stop - start)
+            if sm.AHEAD:
+                slot, parity = slot_of(step, sm.STAGES)
+                mbarrier.wait(sm.q_full.index(slot), parity)
+                zeros = gl.zeros([64, 64], gl.float32, s_layout)
+                q = sm.q0.index(slot).reshape([64, C])
+                s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(0, deps=(s,))
+            else:
+                s = 0
             for _g in range(problem.group):
                 if problem.TWO_SIDED:
                     block = 0
@@ -457,9 +494,11 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                     mbarrier.wait(sm.q_full.index(slot), parity)
                     block = receive_number(sm.begin.index(slot))
                 for _ in range(start, stop):
-                    if sm.FP8_GRADIENTS and sm.ACCUMULATE:
+                    if sm.FP8_GRADIENTS and (sm.ACCUMULATE or sm.STORE_FIRST):
                         if kept == sm.PROMOTE:
-                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+                            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W)
+                            if sm.STORE_FIRST:
+                                is_first = False
                             dk = gl.zeros([64, C], gl.float32, layout)
                             dv = gl.zeros([64, C], gl.float32, layout)
                             kept = 0
@@ -468,11 +507,12 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                         masked = False
                     else:
                         masked = (block < full_start) | (block >= full_stop)
-                    dk, dv, block = _step(
+                    dk, dv, block, s = _step(
                         sm, problem, dq_desc, dk, dv, k, v, step, block, scale_ptr, of_tile, key, seen, masked,
-                        dq_row, place, W,
+                        dq_row, place, s, left, W,
                     )  # fmt: skip
                     step += 1
+                    left -= 1
                     dq_row = head_row + block * 64
                     if not problem.TWO_SIDED:
                         block = problem.next_block(block, start, stop)
@@ -480,7 +520,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
                 scale_ptr += scales.q_blocks
             _last_dq(sm, dq_desc, step, dq_row, of_tile[3], place, W)
         if (not sm.ACCUMULATE) | (start < stop):
-            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, W)
+            _write_both(sm, dk_desc, dv_desc, dk, dv, tile_ptr, coord, is_first, W)
             tma_store_wait(0)
         mbarrier.arrive(sm.kv_empty.index(place), count=1)
         round += 1
@@ -490,7 +530,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             index = receive_number(sm.number.index(place))
         else:
             index += gl.num_programs(0)
-    if W == 0:
+    if W == 0 and sm.TURNS:
         take_turn(step, W)  # no barrier is left half full
 
 
@@ -519,8 +559,9 @@ def backward_keys_fp8(
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_BUFFERS: gl.constexpr,
-    KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr,
-    BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
+    STORE_FIRST: gl.constexpr,
+    BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
 
@@ -571,7 +612,8 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare, number,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, ACCUMULATE,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, AHEAD, TURNS, STORE_FIRST,
+        ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read

@@ -49,7 +49,8 @@ from ringflash_kernels.hopper.launcher import Launcher
 
 _RESCALE_PARTS = 8  # programs of a head
 _MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
-# fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ; the rest is unused.
+# fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ. At head_dim 256 the next one
+# is that of K times that of V; the rest is unused.
 SCALES = 8
 
 
@@ -59,7 +60,7 @@ def _statistics(
     num_heads, num_blocks, group,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head,
     lse_batch, lse_head, lse_row, dlse_batch, dlse_head, dlse_row, max_batch, max_head, max_row,
-    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, HAS_DLSE: tl.constexpr, MAXIMA: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Compute `statistics` of ROWS query rows of a head; those of a KV head are joined by atomic maxima."""
     block = tl.program_id(0) % num_blocks
@@ -101,8 +102,9 @@ def _statistics(
     tl.atomic_max(maxima_at + 2, tl.load(largest_q_ptr + tl.program_id(0)))
     total = tl.where(seen, tl.exp2((lse - largest) * 1.4426950408889634), 0.0)  # of the row's P, relative to exp(m)
     tl.atomic_max(maxima_at + 3, tl.max(tl.where(total < float("inf"), total, 0.0), 0))
-    dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
-    tl.store(dq_at, tl.zeros([ROWS, D], dq_ptr.dtype.element_ty), mask=loaded)
+    if ZEROS:
+        dq_at = dq_ptr + (batch_head * seqlen + row[:, None]) * D + column
+        tl.store(dq_at, tl.zeros([ROWS, D], dq_ptr.dtype.element_ty), mask=loaded)
 
 
 @triton.jit
@@ -213,7 +215,9 @@ def _key_operands(
     batch = (tl.program_id(0) // (num_kv_heads * num_blocks)).to(tl.int64)
     position, column = tl.arange(0, 128), tl.arange(0, D)[None, :]
     row = position[:, None]
-    if MODE == "fp8":  # the position 2 r + h of every 16 holds the key r + 8 h
+    if MODE == "fp8" and D == 256:  # KEY_ORDER
+        row = (position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2)[:, None]
+    elif MODE == "fp8":  # the position 2 r + h of every 16 holds the key r + 8 h
         row = (position // 16 * 16 + position % 2 * 8 + position // 2 % 8)[:, None]
     at = batch * of_batch + block * of_block + head * of_head + row * D + column
     tail = tail_ptr + batch * tail_batch + block * tail_block + head * tail_head
@@ -244,6 +248,9 @@ def _key_operands(
         tl.store(tile + 3, of_dk)
         tl.store(tile + 4, of_dv)
         of_dq = k_scale * gain
+        if MODE == "fp8" and D == 256:
+            tl.store(tile + 6, k_scale * v_scale)
+            tl.atomic_max(maxima_at + 7, of_dq)
         if HAS_UNIT:
             of_dq *= tl.load(maxima_at + 5)
         tl.store(tile + 5, of_dq)
@@ -299,11 +306,12 @@ def _rotate_back(
     gl.store(at, y.to(out.dtype.element_ty), mask=inside)
 
 
-_STATISTICS, _QUERY_OPERANDS, _SET_UNIT, _RESCALE, _KEY_OPERANDS = (
-    Launcher(kernel, specialised=True) for kernel in (_statistics, _query_operands, _set_unit, _rescale, _key_operands)
+_SET_UNIT, _RESCALE = (Launcher(kernel, specialised=True) for kernel in (_set_unit, _rescale))
+_WARPS = {64: 4, 128: 4, 256: 8}  # of a program of the others
+_STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
+    {warps: Launcher(kernel, specialised=True, num_warps=warps) for warps in (4, 8)}
+    for kernel in (_statistics, _query_operands, _key_operands, _rotate_back)
 )
-_WARPS = {64: 4, 128: 4, 256: 8}  # of a program of `_rotate_back`
-_ROTATE_BACK = {warps: Launcher(_rotate_back, specialised=True, num_warps=warps) for warps in set(_WARPS.values())}
 
 
 def statistics(
@@ -315,6 +323,8 @@ def statistics(
     largest_q: Tensor,
     num_kv_heads: int,
     dq_dtype: torch.dtype,
+    *,
+    zeros: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
 
@@ -325,8 +335,9 @@ def statistics(
     Returns:
         rows: (batch * num_heads, 4, padded seqlen_q), fp32.
         maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the
-            bound of dQ over all hops so far, its unit, and that as a share of the earlier one.
-        dq: (batch * num_heads, seqlen_q, head_dim), zeros.
+            bound of dQ over all hops so far, its unit, and that as a share of the earlier one; at head_dim 256 the
+            largest product of 2^g and the scale of K.
+        dq: (batch * num_heads, seqlen_q, head_dim), zeros if asked for.
     """
     batch, seqlen, num_heads, head_dim = out.shape
     num_blocks = -(-seqlen // BLOCK_Q)
@@ -335,11 +346,12 @@ def statistics(
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=dq_dtype)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
-    _STATISTICS(
-        (head_dim, has_dlse, dq_dtype), num_blocks * batch * num_heads,
+    _STATISTICS[_WARPS[head_dim]](
+        (head_dim, has_dlse, dq_dtype, zeros), num_blocks * batch * num_heads,
         out, dout, lse, dlse, row_max, largest_q, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
         num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse, MAXIMA=_MAXIMA,
+        ZEROS=zeros,
     )  # fmt: skip
     return rows, maxima, dq
 
@@ -361,7 +373,7 @@ class QueryOperands:
             self.dout1, self.q1 = dout.to(torch.bfloat16), q.new_empty(q.shape, dtype=torch.bfloat16)
         self.stats = rows.new_empty(batch * num_heads, 2, padded)
         self.factor = rows.new_empty(batch * num_heads, padded)
-        _QUERY_OPERANDS(
+        _QUERY_OPERANDS[_WARPS[head_dim]](
             (head_dim, fp8_gradients), padded // BLOCK_Q * batch * num_heads,
             dout, q, rows, maxima, self.dout8, self.dout1, self.q1, self.stats, self.factor, seqlen, padded,
             num_heads, padded // BLOCK_Q, batch * num_heads // maxima.shape[0], *dout.stride()[:3], *q.stride()[:3],
@@ -374,8 +386,8 @@ class KeyOperands:
     """Operands of the key side that are not in the records.
 
     k: for the mode "fp8" (batch, num_blocks, num_kv_heads, head_dim, 128), e4m3, the keys of every 16 in the order of
-    dS (`backward_keys`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as the latter, for the
-    mode "bf16" only.
+    dS (`backward_keys`, `backward_queries`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as
+    the latter, for the mode "bf16" only.
     scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
     """
 
@@ -396,7 +408,7 @@ class KeyOperands:
                 (head_dim,), batch * num_kv_heads, tail, maxima, num_blocks, num_kv_heads, *tail.stride()[:3],
                 D=head_dim, MAXIMA=_MAXIMA,
             )  # fmt: skip
-        _KEY_OPERANDS(
+        _KEY_OPERANDS[_WARPS[head_dim]](
             (head_dim, mode, has_unit), batch * num_blocks * num_kv_heads,
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
             softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode,
