@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -264,7 +265,20 @@ def _find_layer_error(
             f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
             "call it with the cu_seqlens of each batch."
         )
+    if error is None and getattr(module, "layer_idx", 0) == 0 and _restart(named.get("position_ids")):
+        return ValueError(
+            "position_ids must be those in the whole sequence or in its documents, got a shard's that begin at 0 in "
+            "a document that other ranks have begun, as a model counts them itself; pass this rank's part of them."
+        )
     return error
+
+
+def _restart(position_ids: Tensor | None) -> bool:
+    """Return True if a shard's positions begin at 0, but its first document on a previous rank."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return False
+    keys, length = DATA_PARAMS["local_k_slice"], position_ids.shape[-1]
+    return keys.start < keys.stop - length and int(position_ids.flatten()[0]) == 0
 
 
 def use_ring_attn(flag: bool) -> None:

@@ -283,6 +283,8 @@ def test_flash_attention_of_models_is_substituted(ctx: Context) -> None:
         names.update_ring_flash_attn_params(torch.tensor(bounds, dtype=torch.int32), ctx.group)
         with pytest.raises((ValueError, NotImplementedError), match="^attention_mask must"):
             model(**shard, attention_mask=torch.zeros(1, 12, dtype=torch.int64))
+        with pytest.raises(ValueError, match="position_ids must be those in the whole sequence or in its"):
+            model(**{name: x for name, x in shard.items() if name != "position_ids"})
         logits = model(**shard).logits
         whole = torch.cat([alone(ids[:, start:stop], use_cache=False).logits for start, stop in pairs], 1)
         torch.testing.assert_close(logits, part(whole, ctx, False), rtol=1e-9, atol=1e-12)
