@@ -25,7 +25,15 @@ from ringflash_kernels.hopper.compat import (
 
 
 class Problem(NamedTuple):
-    """Run-time numbers of a launch, the same for every program."""
+    """Run-time numbers of a launch, the same for every program.
+
+    Args:
+        heads_per_group: query heads whose tiles are launched together, because their K/V fit in the L2 cache.
+        num_row_tiles, num_tiles: tiles of a head, and of all heads and sequences.
+        lower, upper: of a band: row i sees the keys from i + lower to i + upper.
+        lse_stride_b, lse_stride_h: elements.
+        scale: softmax_scale * log2(e).
+    """
 
     seqlen_q: int
     seqlen_k: int

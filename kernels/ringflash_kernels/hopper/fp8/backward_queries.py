@@ -34,7 +34,14 @@ from ringflash_kernels.hopper.fp8.backward_keys import Scales
 
 @aggregate
 class Fp8QueryShared:
-    """Shared memory of a CTA; k1 is the transposed K."""
+    """Shared memory of a CTA, and the choices every role needs; operands are in e4m3.
+
+    q, dout       Q and dO of 64 queries for each consumer; mbarriers q_full, q_empty
+    k8, v8, k1    STAGES blocks of 64 keys: K and V of S and dP, and K transposed, for dQ; mbarriers full, empty
+    staged        64 columns of dQ of each consumer on their way to global memory
+    begin, ends   as in `backward.queries.QueryShared`
+    number        if DRAWN, the tile whose Q and dO are in shared memory
+    """
 
     q: gl.shared_memory_descriptor
     dout: gl.shared_memory_descriptor

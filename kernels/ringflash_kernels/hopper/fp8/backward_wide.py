@@ -35,7 +35,16 @@ from ringflash_kernels.hopper.fp8.backward_keys import Scales
 
 @aggregate
 class Fp8WideShared:
-    """Shared memory of a CTA; q1 and dout1 are transposed, for dK and dV."""
+    """Shared memory of a CTA, and the choices every role needs; operands are in e4m3.
+
+    q0, dout0, stats   STAGES blocks of 64 queries: Q and dO of S and dP, and lse with delta; mbarriers q_full, q_empty
+    q1, dout1          the same Q and dO transposed, for dK and dV; mbarriers turned_full, turned_empty
+    k8, v8             K and V of the tile's 64 keys
+    p                  P in fp16, from the consumer of scores to that of gradients
+    staged             columns of dV (0) and dK (1) on their way to global memory
+    begin, begins      as in `backward.keys.KeyShared`
+    number             if DRAWN, the tile whose K and V are in shared memory
+    """
 
     q0: gl.shared_memory_descriptor
     q1: gl.shared_memory_descriptor

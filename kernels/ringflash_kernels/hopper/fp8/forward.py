@@ -106,6 +106,7 @@ class Fp8Variant:
 
     Args:
         row_max: also store an upper bound of each row's scores.
+        mask, resume, starts: as there.
     """
 
     tiles: Fp8Tiles
@@ -141,7 +142,7 @@ class Fp8Variant:
 
 
 class Fp8Shared(NamedTuple):
-    """Shared memory; see `Shared`."""
+    """Shared memory as `Shared`, and the scales of K and V of each stage (tails), and ones in e4m3 for row sums."""
 
     q: tuple
     k: tuple
