@@ -159,7 +159,7 @@ def ring() -> str:
 def aims() -> str:
     """Tabulate the percentage of the ideal by number of GPUs (brackets: from a CUDA graph), with the aims for eight."""
     machines = {
-        "2 GPUs (H100s up to 32k)": ("ring_2xh100", "ring_2xh200"),
+        "2 GPUs": ("ring_short_2xh200", "ring_2xh200"),
         "4 GPUs": ("ring_4xh200", "ring_4xh200_128k"),
         "8 GPUs": ("ring_8xh200", "ring_8xh200_32k"),
     }
@@ -251,7 +251,7 @@ def eager() -> str:
         ("8192", "32/32 heads of 128"),
         ("8192", "32/8 heads of 64"),
     ):
-        cells = (_both("ring_2xh100", tokens, "causal", name, heads) for name in (GRAPH, COPY_ENGINE, NCCL))
+        cells = (_both("ring_short_2xh200", tokens, "causal", name, heads) for name in (GRAPH, COPY_ENGINE, NCCL))
         rows.append([f"{int(tokens) // 1024}k, {heads}", *cells])
     return table(["tokens a GPU, heads", "from a CUDA graph", "eagerly", "eagerly, NCCL"], rows)
 
@@ -278,7 +278,7 @@ def recorded_calls() -> str:
 
 def host_times() -> str:
     """Tabulate the microseconds in which a host issues a call, before and after calls of one form were recorded."""
-    results = [load(name) for name in ("host_time_2xh200", "host_time_2xh100")]
+    results = [load(name) for name in ("host_time_2xh200", "host_time_recorded_2xh200")]
     rows = [
         [f"{result['device']}, {result['commit']}", *(f"{us:,.0f}" for us in result["microseconds"].values())]
         for result in results
@@ -291,7 +291,7 @@ def ring_fp8() -> str:
     mask = "causal, hopper_fp8_scores"
     names = {"copy engine": COPY_ENGINE, "copy engine, CUDA graph": GRAPH, "NCCL": NCCL}
     rows = [
-        [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh100", tokens, mask, name).split(" / ")]
+        [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh200", tokens, mask, name).split(" / ")]
         for tokens in ("32768", "16384", "8192", "4096")
         for label, name in names.items()
     ]
