@@ -292,7 +292,10 @@ MEASURED = [
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
     """Return False for a short step that was the first of its run, one tile, or waited for a host."""
-    unsettled = "liger_2xh200", "without_liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200"
+    unsettled = (
+        "liger_2xh200", "without_liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200",
+        "fp8_steps_eight_layers_2xh200", "fp8_steps_eight_layers_float8_2xh200",
+    )  # fmt: skip
     return name not in unsettled or step["seqlen"] > 100_000
 
 
