@@ -28,6 +28,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, BambaForCausalLM, DynamicCache
 from transformers.loss import loss_utils
 from transformers.masking_utils import create_causal_mask
+from transformers.models.mixtral import modeling_mixtral
 
 FULL = torch.arange(LENGTH)[None]
 
@@ -371,6 +372,18 @@ def test_options_of_other_families_scale_no_logits() -> None:
     model = build()
     model.config.logits_scaling, model.config.final_logit_softcapping = 8.0, 30.0
     assert huggingface.CausalLMWithLoss(model, None).logit_scale == 1
+
+
+def test_refuses_another_balancing_loss_in_place_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = modeling_mixtral.load_balancing_loss_func
+    model = huggingface.CausalLMWithLoss(build("mixtral", output_router_logits=True), None)
+
+    def halved(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Any:
+        return own(gate_logits, num_experts, top_k, attention_mask) / 2
+
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", halved)
+    with pytest.raises(NotImplementedError, match="must be False for a model without transformers' load_balancing"):
+        model(**prepared())
 
 
 def test_refuses_two_coefficients_of_a_balancing_loss() -> None:
