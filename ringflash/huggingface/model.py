@@ -140,7 +140,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
     @torch.compiler.disable(reason="hooks are listed")
     def _check_bypassed(self, loss: bool) -> None:
-        """Note an error for what a forward of the model would call and this one does not.
+        """Note an error (without a ring, raise it) for what a forward of the model would call and this one does not.
 
         Args:
             loss: the loss is computed here, and not by the caller.

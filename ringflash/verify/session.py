@@ -189,16 +189,16 @@ class Session:
 
     def _mask_check(self) -> Check:
         """Check that some tokens reach no position that the declared mask hides, at cp=N and at cp=1."""
-        check, spans = Check(MASK, 0.0), self._spans()
-        want = self._run_cp1(lambda: self._beyond(spans, ring=False), share=True)
-        for run, beyond in (("cp=1", want), ("cp=N", self._beyond(spans, ring=True))):
+        check, may_reach = Check(MASK, 0.0), self._may_reach()
+        want = self._run_cp1(lambda: self._beyond(may_reach, ring=False), share=True)
+        for run, beyond in (("cp=1", want), ("cp=N", self._beyond(may_reach, ring=True))):
             if beyond:
                 check.failed.append(run)
                 check.ratio, check.position = float("inf"), beyond[0]
         if check.position is not None:
-            start = max((p for p in spans if p <= check.position), default=min(spans))
+            start = max((p for p in may_reach if p <= check.position), default=min(may_reach))
             runs = " and ".join(check.failed)
-            check.note = f"position {start} reaches {check.position} at {runs}, outside {ranges_of(spans[start])}"
+            check.note = f"position {start} reaches {check.position} at {runs}, outside {ranges_of(may_reach[start])}"
         return check
 
     def _layer_mask_check(self) -> Check:
@@ -209,14 +209,14 @@ class Session:
             lambda wide: self.read(self.data, make_reader, ring=True, wide=wide),
         )
 
-    def _beyond(self, spans: dict[int, Tensor], *, ring: bool) -> list[int]:
-        """Return the positions outside all spans that the changed tokens reach.
+    def _beyond(self, may_reach: dict[int, Tensor], *, ring: bool) -> list[int]:
+        """Return the positions beyond `may_reach` that the changed tokens reach.
 
         If any bit changes, the test is repeated in fp64, because the rounding of a token in an expert depends on the
         number of tokens of that expert.
         """
-        pair = self.data, replace_tokens(self.data, list(spans))
-        seen = set(torch.stack(list(spans.values())).any(0).nonzero().flatten().tolist())
+        pair = self.data, replace_tokens(self.data, list(may_reach))
+        seen = set(torch.stack(list(may_reach.values())).any(0).nonzero().flatten().tolist())
 
         def beyond(wide: bool, least: float) -> list[int]:
             reached = self._reached(lambda x: self.layer_outputs(x, ring=ring, wide=wide), pair, least=least)
@@ -224,8 +224,8 @@ class Session:
 
         return beyond(False, 0.0) and beyond(True, _MIN_CHANGE)
 
-    def _spans(self) -> dict[int, Tensor]:
-        """Return the positions to change, and which positions each may reach.
+    def _may_reach(self) -> dict[int, Tensor]:
+        """Return the positions to change, each with those that it may reach: (seqlen,), bool.
 
         With a causal mask: the last token of every document, which no other token sees, and the middle of the first
         one; of documents that others continue, none, since most of the sequence may see them. Otherwise: the middle of
