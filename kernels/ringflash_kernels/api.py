@@ -246,7 +246,7 @@ def needs_row_max(impl: str) -> bool:
 
 
 def check_backward(impl: str, head_dim: int, deterministic: bool) -> None:
-    """Raise NotImplementedError for head_dim 256, or `deterministic`, with products of the backward in e4m3."""
+    """Raise NotImplementedError for `deterministic`, or head_dim 256 with "_scores", with e4m3 in the backward."""
     if impl in _ROUNDED:
         check_products(_ROUNDED[impl], head_dim, deterministic)
 

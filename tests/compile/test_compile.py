@@ -63,10 +63,11 @@ OF_EACH_PATH = {
     "_preprocess hd128 bfloat16 band", "_postprocess hd128 bfloat16 band", "forward_fp8 hd64 band",
     "forward_fp8 hd128 bounds", "forward_fp8 hd128 band resume fp32 out", "forward_fp8 hd256 band",
     "backward_keys_fp8 hd64 fp8 band", "backward_keys_fp8 hd128 fp8_scores bounds",
-    "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16",
+    "backward_keys_fp8 hd128 fp8_scores band overwritten bfloat16", "backward_wide_fp8 hd256 fp8 band in parts",
+    "backward_queries_fp8 hd256 fp8 bounds",
     "quantise_rows hd128 bfloat16", "quantise_rows hd128 bfloat16 dequantised", "quantise_records hd128 bfloat16",
     "quantise_records hd128 bfloat16 to the peers", "_statistics hd128 fp8_scores band",
-    "_query_operands hd128 fp8 band", "_set_unit hd128 fp8 band", "_rescale hd64 fp8 band",
+    "_query_operands hd128 fp8 band", "_set_unit hd128 fp8 band", "_rescale hd64 fp8 band second hop",
     "_key_operands hd128 fp8 band", "_rotate_back hd128 fp8_scores band",
 }  # fmt: skip
 # A few more, which CI also compiles with the newest triton.
@@ -136,8 +137,12 @@ def test_hopper_instructions(launch, compiled):
     """Tensor cores, TMA loads, and in the backward TMA reductions wherever dQ, dK or dV is summed."""
     counts = compiled[launch].program.counts
     assert counts["QGMMA" if launch.name.endswith("fp8") else "HGMMA"] and counts["UTMALDG"]
-    stored = "store" in launch.variant if launch.name == "backward_wide" else "second hop" not in launch.variant
-    sums = launch in BACKWARD and not (launch.name in ("backward_wide", "backward_queries") and stored)
+    stored = {
+        "backward_wide": "store" in launch.variant,
+        "backward_wide_fp8": "overwritten" in launch.variant,
+        "backward_queries": "second hop" not in launch.variant,
+    }
+    sums = launch in BACKWARD and not stored.get(launch.name)
     assert counts["UTMAREDG"] if sums else counts["UTMASTG"]
 
 

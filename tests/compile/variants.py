@@ -218,8 +218,10 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         recorder.variant = f"hd{head_dim} {products} {mask}"
         run = backward_of(k)
         dk, dv = (torch.empty(k.shape) for _ in range(2))
-        for _ in range(2):
-            run.add(k, k, _MASKS[mask], dk, dv)
+        run.add(k, k, _MASKS[mask], dk, dv)
+        recorder.variant += " second hop"
+        run.add(k, k, _MASKS[mask], dk, dv)
+        recorder.variant = f"hd{head_dim} {products} {mask}"
         run.finish()
     if products == "fp8":
         recorder.variant = f"hd{head_dim} {products} band fp32 dq"
@@ -232,6 +234,11 @@ def _fp8_backward(recorder: Recorder, head_dim: int, products: str) -> None:
         dk, dv = (torch.empty(keys.shape, dtype=dtype) for _ in range(2))
         run = backward_of(keys)
         run.add(keys, keys, _MASKS["band"], dk, dv, accumulate=False)
+    if products == "fp8" and head_dim != 128:
+        recorder.variant = f"hd{head_dim} {products} band in parts"
+        dk, dv = (torch.empty(q.shape, dtype=torch.bfloat16) for _ in range(2))
+        with mock.patch.object(fp8_backward, "_PROMOTE", 2):
+            backward_of(q).add(q, q, _MASKS["band"], dk, dv, accumulate=False)
 
 
 def _exchange(recorder: Recorder, head_dim: int | tuple[int, int], module: ModuleType = gather_scatter) -> None:

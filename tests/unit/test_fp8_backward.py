@@ -15,7 +15,8 @@ from tests.helpers.nan_reach import PLACES, check_reach, plant
 _NAMES = ("dq", "dk", "dv")
 # Root mean square of the error, as a share of the gradient's, that three bits of significand leave.
 # Fewer columns of a head spread an outlier less.
-_LIMITS = {(128, "normal"): 0.07, (128, "outliers"): 0.12, (64, "normal"): 0.075, (64, "outliers"): 0.13}
+_LIMITS = {(64, "normal"): 0.075, (64, "outliers"): 0.13, (128, "normal"): 0.07, (128, "outliers"): 0.12}
+_LIMITS |= {(256, "normal"): 0.07, (256, "outliers"): 0.12}
 
 
 def _tensors(kind: str, seqlen: int, head_dim: int) -> list[torch.Tensor]:
@@ -55,7 +56,7 @@ def test_errors_of_gradients(head_dim, kind, causal):
     mask = Mask.band(640, 640, causal=causal)
     exact = attention(*(x.double() for x in (q, k, v)), mask, head_dim**-0.5, dout=dout.double())
     state = _forward(q, k, v, mask)
-    for products in PRODUCTS:
+    for products in PRODUCTS if head_dim <= 128 else ("bf16", "fp8"):
         for name, x in _gradients(q, k, v, dout, *state, mask, products).items():
             assert _error(x, exact[name]) <= _LIMITS[head_dim, kind], (products, name)
 
