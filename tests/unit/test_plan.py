@@ -757,7 +757,7 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
         plan([TO_PRETRAIN, *more], "--gpus", "8", "--json", *options).said["step_seconds"]
         for more, options in (([], []), ([str(RECIPES / "fp8.yaml")], []), ([], flags))
     )
-    for found, backward in ((overlaid, 0.68), (asked, 0.73)):
+    for found, backward in ((overlaid, 0.68), (asked, 0.80)):
         assert found["attention forward"] == pytest.approx(plain["attention forward"] * 0.64 / 1.02)
         assert found["attention backward"] == pytest.approx(plain["attention backward"] * 0.59 / backward)
         assert found["linear"] == plain["linear"]

@@ -77,7 +77,7 @@ class Rates:
     attention_forward: float = 0.64
     attention_backward: float = 0.59
     fp8_attention_forward: float = 1.02
-    fp8_attention_backward: float = 0.73
+    fp8_attention_backward: float = 0.80
     fp8_scores_backward: float = 0.68
     fp8_bf16_backward: float = 0.61
     copies: float = 0.8
