@@ -61,14 +61,9 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd96 bfloat16 ends window in parts": 1,
         "backward_keys hd96 bfloat16 band": 1,
         "backward_keys hd96 bfloat16 band store": 1,
+        "backward_keys hd96 bfloat16 bounds": 1,
         "backward_keys hd64 bfloat16 band": 2,  # which is 3% faster
         "backward_keys hd64 bfloat16 band store": 2,
-        "backward_keys hd128 bfloat16 band": 1,
-        "backward_keys hd128 bfloat16 band store": 1,
-        "backward_keys hd128 bfloat16 band store fp32 out": 1,
-        "backward_keys hd128 bfloat16 bounds": 1,
-        "backward_keys hd128 float16 band": 1,
-        "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,
         # As with 3.6.
@@ -77,7 +72,6 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_latent hd192/128 bfloat16 band store": 17,
         "backward_latent hd192/128 bfloat16 ends": 1,
         "backward_latent hd192/128 bfloat16 ends window": 9,
-        "forward_kernel hd128 bfloat16 bounds": 2,
         "forward_kernel hd128 bfloat16 ends window": 2,
         "forward_fp8 hd128 full": 1,
         "forward_fp8 hd128 ends": 5,
