@@ -7,7 +7,7 @@ emulated peer memory, and over messages by heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -29,21 +29,14 @@ from tests.helpers.pool import Context, Pool, on_ranks
 Call = Callable[[], torch.Tensor]
 
 
-def forget() -> None:
-    registry._open.clear()
-    for notes in (call_numbers._of_groups, agreement._interrupted, agreement._compared):
-        notes.clear()
-
-
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Calls of earlier tests are not counted, nor those that a test leaves different on the ranks in later ones."""
-    forget()
-    try:
+    """Calls of earlier tests are not counted, nor in later ones those of a test, which may differ between its ranks."""
+    with ExitStack() as stack:
+        stack.callback(ringflash.set_agreement_check, "changed")
+        for notes in (registry._open, call_numbers._of_groups, agreement._interrupted, agreement._compared):
+            stack.enter_context(mock.patch.dict(notes, clear=True))  # larger groups of these ranks keep theirs
         yield
-    finally:
-        ringflash.set_agreement_check("changed")
-        forget()
 
 
 @contextmanager
