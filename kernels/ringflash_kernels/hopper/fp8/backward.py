@@ -283,7 +283,7 @@ class _Products(host.HopperBackward):
         if self.tiles.wide:
             _WIDE(
                 (*variant, in_parts), min(num_works, count_sms(dk.device)), *self._query_tiles(hop), k8, v8, stats,
-                *stores, *scales, tile_counter(dk.device), *scalars, PARTS=in_parts, DRAWN=True, **choices,
+                *stores, *scales, tile_counter(dk.device), *scalars, PARTS=in_parts, **choices,
             )  # fmt: skip
             return
         ahead = fp8_gradients and head_dim == 64
@@ -299,7 +299,7 @@ class _Products(host.HopperBackward):
             FP8_GRADIENTS=fp8_gradients, KV_BUFFERS=2 if drawn else 1,
             # With three more operands in registers of 8 bits, ptxas (12.8) loses K's or V's: wrong gradients.
             KV_IN_REGISTERS=self.tiles.kv_in_registers and not fp8_gradients,
-            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, TURNS=True, STORE_FIRST=store_first,
+            TURN_BEFORE_EXP=self.tiles.pieces == (64,), AHEAD=ahead, STORE_FIRST=store_first,
             **choices | {"STAGES": 4 if ahead else 2},
         )  # fmt: skip
 

@@ -95,7 +95,6 @@ class Fp8KeysShared:
     KV_IN_REGISTERS: gl.constexpr
     TURN_BEFORE_EXP: gl.constexpr
     AHEAD: gl.constexpr
-    TURNS: gl.constexpr
     STORE_FIRST: gl.constexpr
     ACCUMULATE: gl.constexpr
 
@@ -287,8 +286,7 @@ def _step(
         dp = given((stats.slice(1, 1, dim=0).load(s_layout) * scales[2]).broadcast_to([64, 64]))
     else:
         dp = zeros
-    if sm.TURNS:
-        take_turn(step, W)
+    take_turn(step, W)
     if not sm.AHEAD:
         s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=sm.FP8_GRADIENTS, is_async=True)
@@ -304,7 +302,7 @@ def _step(
         reference = stats.slice(0, 1, dim=0).load(s_layout)
     if not sm.AHEAD:
         s = warpgroup_mma_wait(1, deps=(s,))
-    if sm.TURN_BEFORE_EXP and sm.TURNS:
+    if sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
     if masked:  # a second, masked loop would make ptxas spill in the first
         rows = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
@@ -323,7 +321,7 @@ def _step(
         p *= scales[1]
     else:
         delta = settled(stats.slice(1, 1, dim=0).load(s_layout) * scales[2])
-    if sm.TURNS and not sm.TURN_BEFORE_EXP:
+    if not sm.TURN_BEFORE_EXP:
         pass_turn(step, W)
 
     # dV += P^T dO, dQ of the previous block; the wait also keeps ptxas from moving exp behind the wgmma wait
@@ -431,7 +429,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 4)
     step = 0
     round = 0
-    if W == 1 and sm.TURNS:
+    if W == 1:
         pass_turn(step, W)
     if sm.KV_BUFFERS == 2:
         mbarrier.wait(sm.kv_full.index(0), 0)
@@ -530,7 +528,7 @@ def _consume(sm, problem, scales, dq_desc, dk_desc, dv_desc, W: gl.constexpr):
             index = receive_number(sm.number.index(place))
         else:
             index += gl.num_programs(0)
-    if W == 0 and sm.TURNS:
+    if W == 0:
         take_turn(step, W)  # no barrier is left half full
 
 
@@ -559,8 +557,7 @@ def backward_keys_fp8(
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_BUFFERS: gl.constexpr,
-    KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, AHEAD: gl.constexpr, TURNS: gl.constexpr,
-    STORE_FIRST: gl.constexpr,
+    KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, AHEAD: gl.constexpr, STORE_FIRST: gl.constexpr,
     BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """Launch with 4 warps on any number of CTAs up to `num_works`; see the module and `BackwardProblem`.
@@ -612,7 +609,7 @@ def backward_keys_fp8(
         gl.allocate_shared_memory(k_desc.dtype, [4, 64, 64], ds_layout),
         dq.index(0), dq.index(1), spare, number,
         kv_full, kv_empty, q_full, q_empty, ds_full, begin, begins,
-        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, AHEAD, TURNS, STORE_FIRST,
+        D, 0, STAGES, FP8_GRADIENTS, PROMOTE, KV_BUFFERS, KV_IN_REGISTERS, TURN_BEFORE_EXP, AHEAD, STORE_FIRST,
         ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:

@@ -43,7 +43,7 @@ class Fp8WideShared:
     p                  P in fp16, from the consumer of scores to that of gradients
     staged             columns of dV (0) and dK (1) on their way to global memory
     begin, begins      as in `backward.keys.KeyShared`
-    number             if DRAWN, the tile whose K and V are in shared memory
+    number             the tile whose K and V are in shared memory
     """
 
     q0: gl.shared_memory_descriptor
@@ -70,7 +70,6 @@ class Fp8WideShared:
     STAGES: gl.constexpr
     PROMOTE: gl.constexpr
     PARTS: gl.constexpr
-    DRAWN: gl.constexpr
     ACCUMULATE: gl.constexpr
 
 
@@ -115,24 +114,19 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_des
             first, count = 0, 0
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-        if sm.DRAWN:
-            send_number(sm.number.index(0), index)
+        send_number(sm.number.index(0), index)
         mbarrier.expect(full, k8_desc.block_type.nbytes + v8_desc.block_type.nbytes)
         tma_load(k8_desc, [batch, kv_head, key // 128, key % 128, 0], full, sm.k8)
         tma_load(v8_desc, [batch, kv_head, key // 128, key % 128, 0], full, sm.v8)
         round += 1
         step = load_in_rounds(sm, problem, _load_rows, descs, batch, first_head, start, stop, first, count, step)
-        if sm.DRAWN:
-            index = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        else:
-            index += gl.num_programs(0)
-    if sm.DRAWN:
-        mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-        send_number(sm.number.index(0), problem.num_works)
-        mbarrier.arrive(sm.kv_full.index(0), count=1)
-        if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
-            gl.store(counter, 0)
-            gl.store(counter + 1, 0)
+        index = gl.atomic_add(counter, 1) + gl.num_programs(0)
+    mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
+    send_number(sm.number.index(0), problem.num_works)
+    mbarrier.arrive(sm.kv_full.index(0), count=1)
+    if gl.atomic_add(counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
 
 
 @gluon.jit
@@ -256,11 +250,8 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sm.D, 32])
     step = 0
     round = 0
-    if sm.DRAWN:
-        mbarrier.wait(sm.kv_full.index(0), 0)
-        index = receive_number(sm.number.index(0))
-    else:
-        index = gl.program_id(0)
+    mbarrier.wait(sm.kv_full.index(0), 0)
+    index = receive_number(sm.number.index(0))
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
         if problem.TWO_SIDED:
@@ -282,8 +273,6 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
             of_delta = gl.load(tile_ptr + 2)
         total = gl.zeros([64, sm.D], gl.float32, layout)
         is_first = True
-        if not sm.DRAWN:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
         if W == 0:
             held = sm.k8.reshape([64, sm.D])
         else:
@@ -324,11 +313,8 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
         round += 1
         if (not sm.ACCUMULATE) | (start < stop):
             _write(sm, desc, total * gl.load(tile_ptr + 4 - W), coord, is_first, W)
-        if sm.DRAWN:
-            mbarrier.wait(sm.kv_full.index(0), round & 1)
-            index = receive_number(sm.number.index(0))
-        else:
-            index += gl.num_programs(0)
+        mbarrier.wait(sm.kv_full.index(0), round & 1)
+        index = receive_number(sm.number.index(0))
     tma_store_wait(0)
 
 
@@ -356,7 +342,7 @@ def backward_wide_fp8(
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
     stop_shift, lap, clock_ptr,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, DRAWN: gl.constexpr, BOUNDS: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, BOUNDS: gl.constexpr,
     TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
     """dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
@@ -402,7 +388,7 @@ def backward_wide_fp8(
         gl.allocate_shared_memory(gl.float16, [64, 64], p_layout),
         gl.allocate_shared_memory(gl.float32, [2, 64, 64], staging),
         kv_full, kv_empty, q_full, q_empty, turned_full, turned_empty, p_full, p_empty, begin, begins,
-        gl.allocate_shared_memory(gl.int32, [1, 1], NUMBER), D, STAGES, PROMOTE, PARTS, DRAWN, ACCUMULATE,
+        gl.allocate_shared_memory(gl.int32, [1, 1], NUMBER), D, STAGES, PROMOTE, PARTS, ACCUMULATE,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
