@@ -31,6 +31,7 @@ from ringflash_kernels.hopper.backward.dq import (
 )
 from ringflash_kernels.hopper.backward.order import DqOrder
 from ringflash_kernels.hopper.backward.problem import (
+    KEY_TILE_ARGUMENTS,
     NUMBER,
     BackwardProblem,
     halves,
@@ -640,9 +641,7 @@ def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc
 
 @gluon.jit(
     do_not_specialize=[
-        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
-        "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
+        *KEY_TILE_ARGUMENTS, "heads_at_last",
         "numbers_ptr", "num_blocks", "first_number", "drawn_ptr", "counters_ptr", "out_ptr", "dout_ptr", "lse_ptr",
         "stats_ptr", "acc_ptr", "dq_ptr", "out_batch", "out_row", "out_head", "dout_batch", "dout_row", "dout_head",
         "lse_batch", "lse_head", "lse_row", "dq_batch", "dq_row", "dq_head", "seqlen",

@@ -10,6 +10,7 @@ addresses of all of them in registers.
 """
 
 from ringflash_kernels.hopper.backward.problem import (
+    KEY_TILE_ARGUMENTS,
     NUMBER,
     BackwardProblem,
     halves,
@@ -358,13 +359,7 @@ def _consume_second(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc):
     _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, 1)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "heads_at_last",
-        "num_works", "group", "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=[*KEY_TILE_ARGUMENTS, "heads_at_last"])
 def backward_latent(
     q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, dq0_desc, dq1_desc, dk_desc, dv_desc,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows,

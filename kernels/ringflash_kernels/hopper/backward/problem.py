@@ -15,6 +15,18 @@ from ringflash_kernels.hopper.compat import aggregate, gl, gluon, mbarrier
 _SMS = gl.constexpr(SMS)
 _TICK = gl.constexpr(16)
 
+# Arguments of kernels for which no kernel is compiled anew: of those that hold keys, and of those that hold queries.
+KEY_TILE_ARGUMENTS = (
+    "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows",
+    "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split",
+    "second_shift", "stop_shift", "lap", "clock_ptr",
+)  # fmt: skip
+QUERY_TILE_ARGUMENTS = (
+    "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start", "dq_rows",
+    "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "first_shift",
+    "stop_shift",
+)  # fmt: skip
+
 
 @gluon.jit
 def slot_of(step, STAGES: gl.constexpr):

@@ -12,6 +12,7 @@ one ring of buffers: V is released after dP, K after dQ += dS K, so three buffer
 
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
+    QUERY_TILE_ARGUMENTS,
     BackwardProblem,
     halves,
     interleave,
@@ -378,13 +379,7 @@ def _hold_second(sm, problem, stats_ptr, stats_stride, dq_desc):
     _hold(sm, problem, stats_ptr, stats_stride, dq_desc, 1)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
-        "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works",
-        "first_shift", "stop_shift",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=QUERY_TILE_ARGUMENTS)
 def backward_queries(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, dq_desc, ends_desc,
     stats_ptr, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, stats_stride, row_start, dq_rows, num_rows,

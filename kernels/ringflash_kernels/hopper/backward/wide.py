@@ -11,7 +11,14 @@ dK in that buffer. `backward_queries` computes dQ: here every step would add a w
 of `backward_keys`.
 """
 
-from ringflash_kernels.hopper.backward.problem import NUMBER, BackwardProblem, load_in_rounds, receive_number, slot_of
+from ringflash_kernels.hopper.backward.problem import (
+    KEY_TILE_ARGUMENTS,
+    NUMBER,
+    BackwardProblem,
+    load_in_rounds,
+    receive_number,
+    slot_of,
+)
 from ringflash_kernels.hopper.compat import (
     aggregate,
     fence_async_shared,
@@ -346,13 +353,7 @@ def _consume_gradients(sm, problem, dk_desc):
         round += 1
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
-        "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
-    ]
-)  # fmt: skip
+@gluon.jit(do_not_specialize=KEY_TILE_ARGUMENTS)
 def backward_wide(
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, dk_desc, dv_desc,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,

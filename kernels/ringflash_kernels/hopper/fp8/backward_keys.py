@@ -15,6 +15,7 @@ fp32 sums in global memory.
 from ringflash_kernels.hopper.backward.dq import dq_staging
 from ringflash_kernels.hopper.backward.keys import dq_mma, pass_turn, take_turn
 from ringflash_kernels.hopper.backward.problem import (
+    KEY_TILE_ARGUMENTS,
     NUMBER,
     BackwardProblem,
     halves,
@@ -544,10 +545,7 @@ def _consume_second(sm, problem, scales, dq_desc, dk_desc, dv_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter",
-        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
-        "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter", *KEY_TILE_ARGUMENTS,
     ]
 )  # fmt: skip
 def backward_keys_fp8(

@@ -8,6 +8,7 @@ PROMOTE blocks it is added to global memory.
 
 from ringflash_kernels.hopper.backward.problem import (
     NUMBER,
+    QUERY_TILE_ARGUMENTS,
     BackwardProblem,
     halves,
     interleave,
@@ -296,10 +297,7 @@ def _hold_second(sm, problem, scales, maxima_ptr, stats_ptr, stats_stride, dq_de
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "maxima_ptr", "counter",
-        "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start",
-        "dq_rows", "num_rows", "num_keys", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works",
-        "first_shift", "stop_shift",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "maxima_ptr", "counter", *QUERY_TILE_ARGUMENTS,
     ]
 )  # fmt: skip
 def backward_queries_fp8(

@@ -6,6 +6,7 @@ of `backward_keys`, and as there dK and dV leave the registers every PROMOTE blo
 """
 
 from ringflash_kernels.hopper.backward.problem import (
+    KEY_TILE_ARGUMENTS,
     NUMBER,
     BackwardProblem,
     halves,
@@ -330,10 +331,7 @@ def _consume_gradients(sm, problem, scales, dk_desc):
 
 @gluon.jit(
     do_not_specialize=[
-        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter",
-        "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys",
-        "row_start", "dq_rows", "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group",
-        "first_shift", "split", "second_shift", "stop_shift", "lap", "clock_ptr",
+        "q_scales_ptr", "q_blocks", "tile_scales_ptr", "k_blocks", "counter", *KEY_TILE_ARGUMENTS,
     ]
 )  # fmt: skip
 def backward_wide_fp8(
