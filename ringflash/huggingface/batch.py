@@ -12,8 +12,8 @@ from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.options import ModelRing
 from ringflash.sequence.layout import cut_sequence, local_positions, read_documents
-from ringflash.sequence.mask import paths_of
 from ringflash.sequence.padding import IGNORE_INDEX
+from ringflash.sequence.paths import paths_of
 from ringflash.sequence.trees import span_documents
 
 

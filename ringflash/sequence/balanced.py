@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.sequence.mask import Documents, paths_of, tree_ends
+from ringflash.sequence.mask import Documents
+from ringflash.sequence.paths import paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole

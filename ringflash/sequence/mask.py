@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringflash.sequence.paths import Paths, Run, paths_of, tree_ends
 from ringflash_kernels.mask import Region, band_of
 
 
@@ -97,14 +98,6 @@ class Documents(NamedTuple):
             return str(self.bounds)
         content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
         return f"{len(self.bounds)} bounds{'' if self.are_plain else ' in a table'}, checksum {content:08x}"
-
-
-class Run(NamedTuple):
-    """Keys [start, stop) of a path that are neighbours in the sequence; their path position is `key - shift`."""
-
-    start: int
-    stop: int
-    shift: int
 
 
 @dataclass(frozen=True)
@@ -278,51 +271,6 @@ class SequenceMask:
         if upper is not None and self.bidirectional is None:
             last = min(last, stop + upper)
         return first, last
-
-
-class Paths(NamedTuple):
-    """Paths of documents.
-
-    starts: for each document, where the run of its path that ends with it starts.
-    links: the document with which the run before ends, or -1.
-    shifts: what to subtract from a position in the document to get the one in its path.
-    """
-
-    starts: list[int]
-    links: list[int]
-    shifts: list[int]
-
-    def runs(self, document: int, bounds: tuple[int, ...]) -> list[Run]:
-        """Return the runs of a document's path, in its order."""
-        found = []
-        while document >= 0:
-            found.append(Run(self.starts[document], bounds[document + 1], self.shifts[document]))
-            document = self.links[document]
-        return found[::-1]
-
-
-@lru_cache(maxsize=8)
-def paths_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> Paths:
-    """Return the paths of documents that are depth first."""
-    if parents is None:
-        starts = list(bounds[:-1])
-        return Paths(starts, [-1] * len(starts), starts)
-    found = Paths([], [], [])
-    for index, (start, parent) in enumerate(zip(bounds, parents, strict=False)):
-        follows = parent >= 0 and parent == index - 1
-        found.starts.append(found.starts[parent] if follows else start)
-        found.links.append(found.links[parent] if follows else parent)
-        found.shifts.append(start - (bounds[parent + 1] - found.shifts[parent] if parent >= 0 else 0))
-    return found
-
-
-def tree_ends(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> list[int]:
-    """Return for each document the position at which the tree that begins with it ends."""
-    ends = list(bounds[1:])
-    for index, parent in reversed(list(enumerate(parents or ()))):
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[index])
-    return ends
 
 
 def _triangle(n: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def test_work_is_equal_and_few_documents_are_cut(cp_size: int, longest: float) -
 
 
 @pytest.mark.parametrize("cp_size", [2, 8, 64])
-def test_work_is_equal_under_a_window_with_global_tokens(cp_size: int) -> None:
+def test_work_is_equal_with_global_tokens(cp_size: int) -> None:
     """Within 2%, for documents of 16 windows and more; the order of `balanced` does not know windows."""
     bounds = pack(0, cp_size * TOKENS, TOKENS // 2, 4 * TOKENS)
     mask = SequenceMask(bounds[-1], True, (127, -1), bounds, global_tokens=(8,) * (len(bounds) - 1))

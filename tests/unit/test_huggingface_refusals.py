@@ -374,7 +374,7 @@ def test_options_of_other_families_scale_no_logits() -> None:
     assert huggingface.CausalLMWithLoss(model, None).logit_scale == 1
 
 
-def test_refuses_another_balancing_loss_in_place_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_another_balancing_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     own = modeling_mixtral.load_balancing_loss_func
     model = huggingface.CausalLMWithLoss(build("mixtral", output_router_logits=True), None)
 
