@@ -178,7 +178,7 @@ def flex_run(rollouts: Rollouts, sizes: Sizes, device: torch.device) -> Run:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    bounds, (_, *parents), _ = (list(row) for row in rollouts.mask.documents.rows)  # type: ignore[union-attr]
+    bounds = list(rollouts.mask.documents.rows[0])  # type: ignore[union-attr]
     start = torch.arange(len(bounds) - 1).repeat_interleave(torch.tensor(bounds).diff()).to(device)
     prompt = bounds[1]
 
