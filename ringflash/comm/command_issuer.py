@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 _SOURCE = r"""
@@ -55,8 +54,8 @@ static int start(const struct copies *c, u64 stream)
 }
 
 /* Issue commands until one fails. Return 0 or the driver's error. */
-int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots, const u64 *values,
-          u64 word)
+static int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots,
+                 const u64 *values, u64 word)
 {
     for (u64 i = 0; i < count; i++) {
         const struct command *c = &commands[i];
@@ -76,7 +75,35 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
     return 0;
 }
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, NULL};
+static void read_list(PyObject *list, u64 *numbers)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+        numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i));
+}
+
+/* issue(driver, commands, count, slots, values, word): addresses and numbers, but slots and values are lists of them. */
+static PyObject *issue_lists(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+{
+    if (num_args != 6 || !PyList_Check(args[3]) || !PyList_Check(args[4]))
+        return PyErr_Format(PyExc_TypeError, "issue takes four numbers and two lists");
+    u64 slots[PyList_GET_SIZE(args[3]) + 1], values[PyList_GET_SIZE(args[4]) + 1], others[4];
+    const int places[4] = {0, 1, 2, 5};
+    read_list(args[3], slots);
+    read_list(args[4], values);
+    for (int i = 0; i < 4; i++)
+        others[i] = PyLong_AsUnsignedLongLong(args[places[i]]);
+    if (PyErr_Occurred())
+        return NULL;
+    int error;
+    Py_BEGIN_ALLOW_THREADS
+    error = issue((const struct driver *)others[0], (const struct command *)others[1], others[2], slots, values,
+                  others[3]);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(error);
+}
+
+static PyMethodDef methods[] = {{"issue", (PyCFunction)(void (*)(void))issue_lists, METH_FASTCALL, NULL}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
 """
 
@@ -85,7 +112,4 @@ def compiled() -> Callable[..., int]:
     """Return the function in C, compiled by the means of triton, which keeps it in its cache."""
     from triton.runtime.build import compile_module_from_src
 
-    module = compile_module_from_src(_SOURCE, "ringflash_commands")
-    issue = ctypes.CDLL(module.__file__).issue
-    issue.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint64] + [ctypes.c_void_p] * 2 + [ctypes.c_uint64]
-    return issue
+    return compile_module_from_src(_SOURCE, "ringflash_commands").issue

@@ -58,7 +58,7 @@ class RecordedEvent(NamedTuple):
     def step(self, shared: torch.cuda.Event | None) -> Step:
         """Return the step that does the same, with an event that all calls share, or if that is None with a new one."""
         event, stream = self.event, self.stream
-        return (lambda now: now.events[event].wait(stream)) if self.waits else record_step(event, stream, shared)
+        return (lambda now: now.own[event].wait(stream)) if self.waits else record_step(event, stream, shared)
 
     def command(self, shared: torch.cuda.Event | None) -> Command:
         """Return the command that does the same."""
