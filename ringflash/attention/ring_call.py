@@ -140,9 +140,9 @@ def order_streams(group: dist.ProcessGroup | None, device: torch.device) -> None
 
     A single process shares no buffers. A CUDA graph orders the calls that it captures.
     """
-    if group is not None and device.type == "cuda" and not cuda_graphs.capturing(device):
-        stream = torch.cuda.current_stream(device.index)
-        last = _last_streams.get(device)
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        _last_streams[device] = stream
+    if group is not None and device.type == "cuda":
+        stream, last = torch.cuda.current_stream(device.index), _last_streams.get(device)
+        if stream != last and not cuda_graphs.capturing(device):
+            if last is not None:
+                stream.wait_stream(last)
+            _last_streams[device] = stream
