@@ -273,10 +273,14 @@ def _scale(q: Tensor, given: float | None) -> float:
 
 def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
     """Raise ValueError unless a list of bounds has a tensor for each sequence of the batch."""
-    if cu_seqlens is not None and isinstance(cu_seqlens, Sequence) and not (
-        all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
-        and cu_seqlens
-        and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
+    if (
+        cu_seqlens is not None
+        and isinstance(cu_seqlens, Sequence)
+        and not (
+            all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
+            and cu_seqlens
+            and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
+        )
     ):
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "

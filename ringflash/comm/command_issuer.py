@@ -81,7 +81,7 @@ static void read_list(PyObject *list, u64 *numbers)
         numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i));
 }
 
-/* issue(driver, commands, count, slots, values, word): addresses and numbers, but slots and values are lists of them. */
+/* issue(driver, commands, count, slots, values, word): addresses and numbers; slots and values are lists. */
 static PyObject *issue_lists(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 {
     if (num_args != 6 || !PyList_Check(args[3]) || !PyList_Check(args[4]))

@@ -26,7 +26,7 @@ class Repetition:
         num_events: number of its events and results of `run_on_host`.
     Attributes:
         tensors: by slot: the call's inputs, then its allocations; None once freed.
-        addresses: addresses of these.
+        addresses: addresses of these; 0 without a tensor.
         own: events that it has recorded, and results of `run_on_host`, by index; `WATCHED` and `NUMBER` are its last.
         values: handles or addresses of these, for commands.
     """
@@ -34,10 +34,14 @@ class Repetition:
     __slots__ = ("addresses", "own", "tensors", "values")
 
     def __init__(
-        self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
+        self,
+        tensors: Tensors,
+        addresses: list[int],
+        number: CallNumber,
+        watched: CallInFlight | Unwatched,
+        num_events: int,
     ) -> None:
-        self.tensors = list(tensors)
-        self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        self.tensors, self.addresses = list(tensors), addresses
         self.own: list[Any] = [*[None] * num_events, watched, number]
         self.values = [0] * num_events
 
