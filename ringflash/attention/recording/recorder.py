@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
                 if not self.slots.has_dtype(slot, x):
                     self.give_up(f"the operator {func} on a tensor of another dtype")
         if not in_place:
-            self.slots.add(out)
+            self.slots.add(out, self._entered)
 
         def again(now: Repetition) -> None:
             for place, slot, view in views:
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
 
     def _record_allocation(self, out: Tensor) -> None:
         """Give a new tensor a slot, and record its allocation."""
-        self.slots.add(out)
+        self.slots.add(out, self._entered)
         shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
 
         def allocate(now: Repetition) -> None:
@@ -192,8 +192,8 @@ class Recorder(TorchDispatchMode):
 
     def _drop_freed(self) -> None:
         """Let a repetition free what this call has freed since the last step."""
-        for slot in self.slots.freed():
-            self._add(Role.DROP, free_step(slot))
+        for slot, stream in self.slots.freed():
+            self._recorded.append(RecordedStep(Role.DROP, free_step(slot), stream))
 
     def _enter(self) -> None:
         """Make the current stream that of a repetition, for what follows."""
