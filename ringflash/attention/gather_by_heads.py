@@ -106,8 +106,7 @@ class HeadGather(GatherCall):
         assert tensors[0] is not None
         areas, device = self.areas, tensors[0].device
         with areas.on_one_stream():
-            addresses = [0 if x is None else x.data_ptr() for x in tensors]
-            if self.queries_arrived or not can_repeat(self.impl, device, addresses):
+            if self.queries_arrived or not can_repeat(self.impl, device):
                 return issue(tensors)
             assert isinstance(areas, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
@@ -117,7 +116,7 @@ class HeadGather(GatherCall):
             if not tape.steps:
                 return tape.record(areas, tensors, issue)
             with watching(areas, pass_name, device) as watched, JoinAfterError(areas):
-                return tape.repeat(areas, tensors, addresses, self.number, watched)
+                return tape.repeat(areas, tensors, self.number, watched)
 
     def _run(self, kernels: UnitKernels, k: Tensor, v: Tensor) -> None:
         """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""

@@ -81,28 +81,26 @@ static void read_list(PyObject *list, u64 *numbers)
         numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i));
 }
 
-/* issue(driver, commands, count, slots, values, word): addresses and numbers; slots and values are lists. */
-static PyObject *issue_lists(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
+static PyObject *issue_lists(PyObject *self, PyObject *args)
 {
-    if (num_args != 6 || !PyList_Check(args[3]) || !PyList_Check(args[4]))
-        return PyErr_Format(PyExc_TypeError, "issue takes four numbers and two lists");
-    u64 slots[PyList_GET_SIZE(args[3]) + 1], values[PyList_GET_SIZE(args[4]) + 1], others[4];
-    const int places[4] = {0, 1, 2, 5};
-    read_list(args[3], slots);
-    read_list(args[4], values);
-    for (int i = 0; i < 4; i++)
-        others[i] = PyLong_AsUnsignedLongLong(args[places[i]]);
+    unsigned long long driver, commands, count, word;
+    PyObject *of_slots, *of_values;
+    if (!PyArg_ParseTuple(args, "KKKO!O!K", &driver, &commands, &count, &PyList_Type, &of_slots, &PyList_Type,
+                          &of_values, &word))
+        return NULL;
+    u64 slots[PyList_GET_SIZE(of_slots) + 1], values[PyList_GET_SIZE(of_values) + 1];
+    int error;
+    read_list(of_slots, slots);
+    read_list(of_values, values);
     if (PyErr_Occurred())
         return NULL;
-    int error;
     Py_BEGIN_ALLOW_THREADS
-    error = issue((const struct driver *)others[0], (const struct command *)others[1], others[2], slots, values,
-                  others[3]);
+    error = issue((const struct driver *)driver, (const struct command *)commands, count, slots, values, word);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(error);
 }
 
-static PyMethodDef methods[] = {{"issue", (PyCFunction)(void (*)(void))issue_lists, METH_FASTCALL, NULL}, {NULL}};
+static PyMethodDef methods[] = {{"issue", issue_lists, METH_VARARGS, NULL}, {NULL}};
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
 """

@@ -462,8 +462,7 @@ def test_a_repetition_leaves_the_inputs_of_other_calls() -> None:
     made, given = tape.Tape(()), [torch.zeros(2) for _ in range(3)]
     for x in given[:2]:
         made.record(Memory(), (x,), issue)
-    last, watched = given[2], CallInFlight(0, 0, "forward", 0.0)
-    (got,) = made.repeat(Memory(), (last,), [last.data_ptr()], CallNumber(1), watched)
+    (got,) = made.repeat(Memory(), (given[2],), CallNumber(1), CallInFlight(0, 0, "forward", 0.0))
     assert got.tolist() == [0, 2] and given[1]._version == 2
 
 
@@ -516,7 +515,7 @@ def test_an_error_in_a_repeated_call_joins_lanes(failing: int) -> None:
 
 
 def test_a_list_ends_where_a_stream_allocates_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another stream has freed is not given to it: sections whose queries are rounded are one list."""
+    """Memory that another stream has freed is not given to it: sections whose queries are rounded are one list."""
     monkeypatch.setattr(step_lists, "driver", FakeDriver)
     even, odd = streams = [cast(Any, Stream(name)) for name in ("even", "odd")]
     names = {role: mock.Mock(__qualname__=role.name) for role in Role}

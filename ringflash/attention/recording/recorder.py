@@ -13,26 +13,14 @@ from torch.utils._pytree import tree_leaves
 from ringflash.attention.recording.repeated_launch import repeat_launch
 from ringflash.attention.recording.slots import Slots
 from ringflash.attention.recording.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
-from ringflash.attention.recording.steps import (
-    NUMBER,
-    WATCHED,
-    Repetition,
-    Step,
-    Tensors,
-    enter_step,
-    free_step,
-    view_of,
-)
-from ringflash.comm.call_numbers import CallNumber
+from ringflash.attention.recording.steps import OF_EACH_CALL, Repetition, Step, Tensors, enter_step, free_step, view_of
 from ringflash.comm.driver import driver
 from ringflash.comm.transport.lanes import Commands, Lanes
-from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
-_OF_EACH_CALL = {CallInFlight: WATCHED, Unwatched: WATCHED, CallNumber: NUMBER}
 
 
 class Recorder(TorchDispatchMode):
@@ -124,7 +112,7 @@ class Recorder(TorchDispatchMode):
             result = work(*args)
         finally:
             self._paused = False
-        found = [self._made[id(x)][1] if id(x) in self._made else _OF_EACH_CALL.get(type(x)) for x in args]
+        found = [self._made[id(x)][1] if id(x) in self._made else OF_EACH_CALL.get(type(x)) for x in args]
         own = [(place, index) for place, index in enumerate(found) if index is not None]
         self._seen_by_host |= {index for _, index in own if index >= 0}
         template = [x if index is None else None for x, index in zip(args, found, strict=True)]

@@ -16,7 +16,7 @@ from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[Tensor | None]
-WATCHED, NUMBER = -2, -1  # indices in `Repetition.own`
+OF_EACH_CALL = {CallInFlight: -2, Unwatched: -2, CallNumber: -1}  # indices in `Repetition.own`
 
 
 class Repetition:
@@ -27,21 +27,17 @@ class Repetition:
     Attributes:
         tensors: by slot: the call's inputs, then its allocations; None once freed.
         addresses: addresses of these; 0 without a tensor.
-        own: events that it has recorded, and results of `run_on_host`, by index; `WATCHED` and `NUMBER` are its last.
+        own: events that it has recorded, and results of `run_on_host`, by index; then the watched call and the number.
         values: handles or addresses of these, for commands.
     """
 
     __slots__ = ("addresses", "own", "tensors", "values")
 
     def __init__(
-        self,
-        tensors: Tensors,
-        addresses: list[int],
-        number: CallNumber,
-        watched: CallInFlight | Unwatched,
-        num_events: int,
+        self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
     ) -> None:
-        self.tensors, self.addresses = list(tensors), addresses
+        self.tensors = list(tensors)
+        self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self.own: list[Any] = [*[None] * num_events, watched, number]
         self.values = [0] * num_events
 
@@ -91,7 +87,7 @@ def issue_step(cuda_driver: Driver, commands: list[Command]) -> Step:
     made = CommandList(cuda_driver, commands)
 
     def issue(now: Repetition) -> None:
-        made.issue(now.addresses, now.values, now.own[NUMBER].word)
+        made.issue(now.addresses, now.values, now.own[OF_EACH_CALL[CallNumber]].word)
 
     return issue
 

@@ -62,15 +62,10 @@ class Tape:
         return results
 
     def repeat(
-        self,
-        areas: Lanes,
-        tensors: Tensors,
-        addresses: list[int],
-        number: CallNumber,
-        watched: CallInFlight | Unwatched,
+        self, areas: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
     ) -> tuple[Tensor, ...]:
-        """Make a call with other tensors of the same form, at these addresses, and return its results."""
-        now, caller = Repetition(tensors, addresses, number, watched, self.num_events), areas.current()
+        """Make a call with other tensors of the same form, and return its results."""
+        now, caller = Repetition(tensors, number, watched, self.num_events), areas.current()
         try:
             for step in self.steps:
                 step(now)
@@ -81,15 +76,15 @@ class Tape:
 
 
 def form_of(tensors: Tensors) -> Hashable:
-    """Return the part of a tape's key that its tensors decide: shapes, strides and dtypes, but not addresses."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+    """Return the part of a tape's key that its tensors decide: shapes, strides, dtypes, and addresses modulo 16.
 
-
-def can_repeat(impl: str, device: torch.device, addresses: list[int]) -> bool:
-    """Return True if a call can be a list of steps: all launches are observed, and no profiler or graph sees them.
-
-    Kernels are compiled for tensors at multiples of 16 bytes.
+    Kernels are compiled for tensors at multiples of 16 bytes, or for others.
     """
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+
+
+def can_repeat(impl: str, device: torch.device) -> bool:
+    """Return True if a call can be a list of steps: all launches are observed, and no profiler or graph sees them."""
     return (
         device.type == "cuda"
         and impl.startswith("hopper")
@@ -97,5 +92,4 @@ def can_repeat(impl: str, device: torch.device, addresses: list[int]) -> bool:
         and not torch.autograd._profiler_enabled()
         and not measuring()
         and not launches_are_traced()
-        and not any([address % 16 for address in addresses])
     )

@@ -100,10 +100,6 @@ class CallInFlight:
         return f"{self.pass_name} call {self.number}"
 
 
-def _was_passed(marker: Marker) -> bool:
-    return marker.query()
-
-
 class CallQueue:
     """Calls of one group that may still be in flight, oldest first.
 
@@ -126,7 +122,7 @@ class CallQueue:
     ) -> CallInFlight:
         """Append a new call. Calls that have ended let go of their events, which it can then use."""
         held = self._with_events
-        while held and held[0].has_ended(_was_passed):
+        while held and held[0].has_ended(lambda marker: marker.query()):
             held.popleft().markers = []
         with self._lock:
             self.num_calls += 1
