@@ -301,7 +301,7 @@ def document_table(
     none = torch.zeros_like(cu_seqlens)
     table = torch.stack([cu_seqlens, none - 1, none, none])
     if isinstance(global_tokens, int):
-        global_tokens = torch.full_like(cu_seqlens[1:], global_tokens)
+        global_tokens = torch.tensor(global_tokens, device=cu_seqlens.device).expand_as(cu_seqlens[1:])
     given = (("parents", parents), ("bidirectional", bidirectional), ("global_tokens", global_tokens))
     for row, (name, values) in enumerate(given, 1):
         if values is None:
@@ -311,9 +311,12 @@ def document_table(
                 f"{name} must have one entry for each document of cu_seqlens {tuple(cu_seqlens[1:].shape)}, got "
                 f"{tuple(values.shape)}; give -1 to a document that continues none, and False to one that is causal."
             )
-        if values.is_floating_point() or row == 1 and values.dtype == torch.bool:
-            raise ValueError(f"{name} must be {'integers' if row == 1 else 'bool'}, got {values.dtype}; convert them.")
+        kind = "bool" if row == 2 else "integers"
+        if values.is_floating_point() or (values.dtype == torch.bool) != (row == 2):
+            raise ValueError(f"{name} must be {kind}, got {values.dtype}; convert them.")
         table[row, :-1] = values
+        if not torch.equal(table[row, :-1], values.long()):
+            raise ValueError(f"{name} must be numbers of {table.dtype}, got up to {int(values.max())}; use smaller ones.")
     return table
 
 
