@@ -66,9 +66,9 @@ def rollouts(groups: int, prompt: int, answers: int, length: int, left: int = -1
     return forest(lengths, parents, left=left)
 
 
-def agents(total: int, seed: int = 0, shortest: int = 256, longest: int = 4096) -> SequenceMask:
+def agents(total: int, shortest: int = 256, longest: int = 4096) -> SequenceMask:
     """Return trunks of 12 turns; at a third of the turns, another continuation; the heaviest tree first."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     lengths: list[int] = []
     parents: list[int] = []
 

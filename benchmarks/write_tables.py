@@ -227,7 +227,7 @@ def fp8_kernel_tables(result: dict) -> str:
 
 
 def fp8_errors_table(result: dict) -> str:
-    """Tabulate the errors of FP8 attention by head_dim and kind of numbers, of `benchmarks/fp8_errors.py` of c6c76c9."""
+    """Tabulate the errors of FP8 attention by head_dim and kind of numbers."""
     source = f"`{result['command']}`, {result['impl']}, {result['seqlen']:,} tokens, causal, commit {result['commit']}."
     head = ("head_dim, numbers", *(f"`{name}`" for name in BESIDE), "`out`, rms", "`lse`, rms / largest")
     rows = (

@@ -192,6 +192,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
+        process_group: ranks that share the sequence; None for the default process group.
     """
     size, rank = CallOptions(_resolve(process_group)).size_and_rank
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")

@@ -125,7 +125,7 @@ def _position_shard(
 
 
 def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return positions counted from the start of the path of the document that contains each: of what it continues."""
+    """Return positions counted from 0 along the path of each token's document."""
     bounds = shifts = cu_seqlens
     if cu_seqlens.dim() > 1:
         bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
@@ -135,8 +135,8 @@ def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     return positions - shifts[document.clamp(min=0)]
 
 
-def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
-    """Return the starts of documents after padding that they do not see: it is at the end of none that they continue.
+def _starts_after_padding(table: Tensor, mask: Tensor) -> Tensor:
+    """Return the starts of documents that may follow padding: those that do not continue a document with padding.
 
     Raises:
         ValueError: padding in a bidirectional document.
@@ -180,7 +180,7 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
 
 
 def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError unless an attention_mask has padding only where no token sees it, and without labels."""
+    """Raise ValueError if a token would see padding of an attention_mask, or if padding has labels."""
     if mask.shape != input_ids.shape or ((mask != 0) & (mask != 1)).any():
         raise ValueError(
             f"attention_mask must be 0 or 1 for each of input_ids {tuple(input_ids.shape)}, got a tensor "
@@ -190,7 +190,8 @@ def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seq
     after_padding = (mask != 0) & (mask.roll(1, 1) == 0)
     after_padding[:, 0] = False
     if cu_seqlens is not None:
-        after_padding[:, cu_seqlens[:-1].long() if cu_seqlens.dim() == 1 else _unseeing(cu_seqlens, mask)] = False
+        starts = cu_seqlens[:-1].long() if cu_seqlens.dim() == 1 else _starts_after_padding(cu_seqlens, mask)
+        after_padding[:, starts] = False
     if after_padding.any():
         raise ValueError(
             "attention_mask must be 0 on the right of the tokens only, got padding before a token, which would see "
