@@ -71,7 +71,10 @@ def prepare_batch(
         check_padding(attention_mask, input_ids, labels, cu_seqlens)
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
-    labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
+    if labels is None:
+        labels = successors
+    else:
+        _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout=layout)
     batch = {
         "input_ids": cut_sequence(input_ids, group, 1, layout, cu_seqlens),
@@ -155,8 +158,8 @@ def _starts_after_padding(table: Tensor, mask: Tensor) -> Tensor:
     return starts[(parents < 0) | (mask[0].cpu()[ends] != 0)].to(mask.device)
 
 
-def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:
-    """Return the labels; raise ValueError for another shape, negative ids, or labels that are not shifted.
+def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> None:
+    """Raise ValueError for labels of another shape than input_ids, with negative ids, or that are not shifted.
 
     Args:
         successors: as input_ids: the next token of each token.
@@ -176,7 +179,6 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
         raise ValueError(
             "labels must be shifted by one token, got input_ids themselves; pass ringflash.loss.shift_labels(labels)."
         )
-    return labels
 
 
 def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:

@@ -63,7 +63,7 @@ def _is_cross_entropy(compute: Any, part: Any) -> bool:
     return True
 
 
-def find_bypassed(causal: nn.Module) -> Exception | None:
+def find_bypassed_error(causal: nn.Module) -> Exception | None:
     """Return the error for a forward or hooks of the model, which `CausalLMWithLoss` does not call; None without."""
     set_forward = forward_of_object(causal) is not None
     found = "a forward that was set on the object" if set_forward else hook_of(causal)
