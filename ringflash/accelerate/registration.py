@@ -225,12 +225,12 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
 
 
 def backward(original: Callable[..., Any], self: Any, loss: Any, **options: Any) -> Any:
-    """Check the first loss of a Trainer, whose compute_loss may be another than Trainer's."""
+    """Compare a Trainer's loss with its forward's, once: a subclass may have another compute_loss."""
     if getattr(self, "_ringflash_checks_loss", False):
-        from ringflash.accelerate.forward import check_loss
+        from ringflash.accelerate.forward import compare_loss
 
         size = ring_size(self.parallelism_config)
-        self._ringflash_checks_loss = not check_loss(loss, self.num_processes, size)
+        self._ringflash_checks_loss = not compare_loss(loss, self.num_processes, size)
     return original(self, loss, **options)
 
 
