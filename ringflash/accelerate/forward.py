@@ -101,9 +101,9 @@ class RingForward:
 
         Args:
             input_ids: (batch, seqlen), int64.
-            kwargs: attention_mask, position_ids, labels and cu_seq_lens_q as `read_rows` takes them, but labels are
-                those of the tokens themselves, as in transformers; shift_labels are those of their successors.
-                token_type_ids, mm_token_type_ids: those of a model that makes spans of them.
+            kwargs: attention_mask, position_ids and cu_seq_lens_q: as `read_rows` takes them.
+                labels: (batch, seqlen), not shifted, as in transformers; or shift_labels, shifted.
+                token_type_ids, mm_token_type_ids: types of the tokens, for a model that makes spans of them.
                 num_items_in_batch: divisor of the sum of the tokens' losses, default the number of labelled tokens.
                 fused_lm_head: return `score_batch` for TRL's trainers, whose prompts may be padded on the left.
         Raises:

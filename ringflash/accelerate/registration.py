@@ -172,8 +172,8 @@ def prepare_model(
 ) -> Any:
     """Put the model on the ring; models without a language model's head may be evaluated whole on each rank.
 
-    A model that is prepared for an evaluation may be trained later: accelerate, which marks it as prepared, would not
-    wrap it in DDP then, and each rank would step by the gradient of its own shard.
+    A model prepared for an evaluation may be trained later. By then accelerate has marked it as prepared, and would not
+    wrap it in DDP: each rank would step by the gradient of its own shard.
     """
     if ring_size(self.parallelism_config) == 1:
         return original(self, model, device_placement, evaluation_mode)
