@@ -236,7 +236,7 @@ def test_no_masks_or_fractions_in_place_of_numbers() -> None:
     for count in (True, torch.tensor([True, False])):
         with pytest.raises(ValueError, match="global_tokens must be integers, got torch.bool"):
             ringflash.document_table(cu_seqlens, global_tokens=count)
-    with pytest.raises(ValueError, match="global_tokens must be numbers of torch.int32, got up to 4294967296"):
+    with pytest.raises(ValueError, match="global_tokens must fit torch.int32, got up to 4294967296"):
         ringflash.document_table(cu_seqlens.int(), global_tokens=2**32)
 
 
