@@ -57,10 +57,15 @@ class Hostile:
 
 
 class Saves(lightning.Callback):
-    """Saves to the given names after the given steps; notes what is whole at the end of each step."""
+    """Saves to the given names after the given steps, and then asks for the removal of others, as ModelCheckpoint does.
 
-    def __init__(self, saves: dict[int, list[Path]], after: threading.Event | None = None) -> None:
-        self.saves, self.after = saves, after
+    Notes what is whole at the end of each step.
+    """
+
+    def __init__(
+        self, saves: dict[int, list[Path]], after: threading.Event | None = None, removes: dict[int, Path] | None = None
+    ) -> None:
+        self.saves, self.after, self.removes = saves, after, removes or {}
         self.whole: list[list[bool]] = []
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -71,6 +76,8 @@ class Saves(lightning.Callback):
             self.after.set()
         for path in self.saves.get(trainer.global_step, []):
             trainer.save_checkpoint(path)
+        if (older := self.removes.get(trainer.global_step)) is not None:
+            trainer.strategy.remove_checkpoint(older)
 
 
 def fit(
@@ -218,14 +225,18 @@ def test_synchronous(ctx: Context, run: Run) -> None:
 
 @on_ranks(2)
 def test_full_disk(ctx: Context, run: Run) -> None:
-    """Both ranks fail at the next save, or at the end; the checkpoint before is there, the one after not begun."""
+    """Both ranks fail at the next save, or at the end; the checkpoint before is there, the one after not begun.
+
+    `ModelCheckpoint` has asked for the removal of the one before when it could not know.
+    """
+    good = run.out / "good.ckpt"
     runs = {
-        "next": {1: [run.out / "good.ckpt"], 2: [run.out / "full.ckpt"], 4: [run.out / "later.ckpt"]},
+        "next": {1: [good], 2: [run.out / "full.ckpt"], 4: [run.out / "later.ckpt"]},
         "end": {2: [run.out / "full_end.ckpt"]},
     }
     with before_writing(disk_full_on_rank_1):
         for saves in runs.values():
-            callback = Saves(saves)
+            callback = Saves(saves, removes={2: good})
             error = message(lambda callback=callback: fit(run, [callback], steps=4))
             assert error.startswith("RuntimeError: a checkpoint was not written: OSError on rank 1: "), error
             assert "No space left on device" in error and "(seen on ranks [0, 1])" in error, error

@@ -88,7 +88,7 @@ def reference(folder: str, dp_size: int, dtype: torch.dtype) -> Step:
         for sample in islice(samples(folder, 0, 1), dp_size)
     )
     step = one_process(
-        build_model(CONFIG, None, 0), lambda model, batch: model(**batch), list(batches), dtype,
+        build_model(CONFIG, None), lambda model, batch: model(**batch), list(batches), dtype,
         clipping=CLIPPING, learning_rate=LEARNING_RATE,
     )  # fmt: skip
     weight = {name.removeprefix("model."): x for name, x in step["weight"].items()}
@@ -97,7 +97,7 @@ def reference(folder: str, dp_size: int, dtype: torch.dtype) -> Step:
 
 def one_step(name: str, folder: str, loss_scale: float = 1.0) -> Step:
     """The same through DeepSpeed, on data x context ranks."""
-    model = build_model(CONFIG, mesh()[CONTEXT_AXIS].get_group(), 0)
+    model = build_model(CONFIG, mesh()[CONTEXT_AXIS].get_group())
     return engine_step(model, config_of(name), next(batches(folder)), loss_scale)
 
 

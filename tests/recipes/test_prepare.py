@@ -15,11 +15,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from recipes.data.__main__ import _parser, main
 from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
 from tests.helpers.ranks import forked
-from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
+from tests.helpers.tokens import content, read_all, word_tokenizer, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:files below")
@@ -45,15 +46,10 @@ def write_inputs(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as save_pretrained writes it: a few words, <s> and </s>, which are tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "Text": 3, "nichts": 4, ".": 5, "<": 6, "s": 7, ">": 8}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
+    words = ["<unk>", "<s>", "</s>", "Text", "nichts", ".", "<", "s", ">"]
+    split = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
     folder = tmp_path_factory.mktemp("tokenizer")
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder)
+    word_tokenizer(words, split, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     return folder
 
 

@@ -140,11 +140,7 @@ def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folde
 
 def test_drawn_values_depend_only_on_the_seed(ranks: list[dict[str, Any]]) -> None:
     """Two ranks' shards are the whole parameters that one process draws."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        alone, other = (build_model(CONFIG, None, seed) for seed in (5, 6))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    alone, other = (build_model(CONFIG, None, seed, dtype=torch.float64) for seed in (5, 6))
     want = {f"model.{name}": p.norm().item() for name, p in alone.named_parameters()}
     assert ranks[0]["drawn"].keys() == want.keys()
     for name, norm in want.items():
@@ -250,11 +246,7 @@ def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
 
 def test_yarn_under_the_ring_is_transformers() -> None:
     """One process, fp64: the loss with extended rotary angles."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        ring = build_model({**CONFIG, "rope_parameters": YARN}, None, 0)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    ring = build_model({**CONFIG, "rope_parameters": YARN}, None, dtype=torch.float64)
     plain = transformers_model(rope_parameters=YARN)
     plain.load_state_dict(ring.model.state_dict())
     ids = torch.arange(96)[None] * 7 % 257

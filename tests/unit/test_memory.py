@@ -52,11 +52,7 @@ def config(family: str) -> dict[str, Any]:
 
 def model_with(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
     """The same parameters every time."""
-    torch.set_default_dtype(dtype)
-    try:
-        model = build_model(config(family), None, 0, memory)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = build_model(config(family), None, memory=memory, dtype=dtype)
     if dtype == torch.float64 and family in EXPERTS:
         model.get_submodule("model").set_experts_implementation("eager")  # type: ignore[operator]
     return model
@@ -117,11 +113,8 @@ def test_experts_of_batches_and_frozen_routers() -> None:
         model_with(m, "qwen3_moe").get_submodule("model.model.layers.0.mlp.experts")
         for m in (Memory(), Memory("none", mlp_tile_tokens=5))
     )
-    x, index, weights = (
-        torch.randn(2, 9, 32, dtype=torch.float64),
-        torch.randint(0, 4, (18, 2)),
-        torch.rand(18, 2).double(),
-    )
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    index, weights = torch.randint(0, 4, (18, 2)), torch.rand(18, 2).double()
     out = tiled(x.requires_grad_(), index, weights)
     want = plain(x.detach().flatten(0, 1), index, weights)
     assert out.shape == x.shape and torch.allclose(out.flatten(0, 1), want, rtol=1e-12, atol=0)
@@ -336,9 +329,8 @@ def test_tiles_refuse_tensors_that_are_lent() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.func\.functional_call, .*; use no tiles"):
         torch.func.functional_call(mlp, lent, x)
     with torch.no_grad():
-        assert torch.equal(
-            torch.func.functional_call(mlp, lent, x[:, :5]), torch.func.functional_call(mlp, lent, x)[:, :5]
-        )
+        first, whole = (torch.func.functional_call(mlp, lent, y) for y in (x[:, :5], x))
+        assert torch.equal(first, whole[:, :5])
     with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
         save_memory(mlp, Memory(mlp_tile_tokens=5))
 
@@ -430,16 +422,9 @@ def pretend_liger(monkeypatch: pytest.MonkeyPatch, **others: Any) -> list[tuple[
     """A package that only notes what it is asked to replace; of other families with what is given."""
     calls: list[tuple[nn.Module, dict[str, bool]]] = []
 
-    def apply(
-        rms_norm: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        model: nn.Module | None = None,
-    ) -> None:
-        assert rms_norm and model is not None
-        calls.append(
-            (model, {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy})
-        )
+    def apply(cross_entropy: bool = False, fused_linear_cross_entropy: bool = True, model: Any = None) -> None:
+        losses = {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy}
+        calls.append((model, losses))
 
     fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
     fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, **others}  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import torch
 
 from ringflash import huggingface
 from tests.helpers.models import build, tokens
+from tests.unit.test_huggingface import assert_alike
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -51,13 +52,7 @@ def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
     loss = with_loss(**huggingface.prepare_batch(ids, group=None))
     logits = dense(input_ids=ids, use_cache=False).logits[:, :-1]
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    want.backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.requires_grad]
-    assert pairs
-    for got, expected in [(loss, want), *pairs]:
-        assert torch.isfinite(got).all()
-        assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert_alike(ring, loss, dense, want)
 
 
 def test_refuses_adapters_on_the_head_at_any_time() -> None:
