@@ -17,6 +17,7 @@ import yaml
 
 from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
 from recipes.lightning.text import TextData
+from ringflash.lightning.checkpoints import COMPLETE
 from tests.helpers.pool import Context, on_ranks
 from tests.recipes.launching import ROOT, interrupt, run, write_scripts, write_text
 
@@ -105,10 +106,7 @@ def test_host_dry_run() -> None:
             for name in ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")
         ),
         # bash reads 08 as octal, fails, and would go on without a meeting; for host 2 of 2 the first would wait
-        *(
-            ("NODE_RANK", rank, f"NODE_RANK must be a whole number, from 0 to 1, got {rank};")
-            for rank in ("08", "x", "-1", "2")
-        ),
+        *(("NODE_RANK", x, f"NODE_RANK must be a whole number, from 0 to 1, got {x};") for x in ("08", "x", "-1", "2")),
         *(
             (name, value, f"{name} must be a whole number, .* got {value};")
             for name in ("NPROC", "MAX_RESTARTS", "NNODES", "DRY_RUN")
@@ -177,9 +175,7 @@ esac
         ("0", "", [], "got 3 of 4"), ("2", "USR1", ["a2,a3"], "requeue 7"),
     ],
 )  # fmt: skip
-def test_slurm_trains_on_nodes_without_a_fault(
-    tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str
-) -> None:
+def test_slurm_trains_on_healthy_nodes(tmp_path: Path, spare: str, sent: str, trained: list[str], ends: str) -> None:
     """A node that fails meanwhile is replaced by a spare, until there are too few, or the time is over."""
     scontrol = "#!/usr/bin/env bash\nif [[ $1 == show ]]; then printf 'a%s\\n' 1 2 3 4; else echo \"$*\"; fi\n"
     write_scripts(tmp_path, srun=FARM, scontrol=scontrol)
@@ -448,13 +444,19 @@ def test_newest_checkpoint_of_all_versions_is_found(tmp_path: Path) -> None:
 
 
 def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
-    """A crash leaves one without its list of parts, without the trainer's state, or with the beginning of it."""
+    """A crash leaves one without its list of parts, without the trainer's state, or with the beginning of it.
+
+    DeepSpeed writes the name of its latest one before all ranks have written their parts.
+    """
     complete = write_checkpoint(tmp_path / "step=1.ckpt", age=9)
     write_checkpoint(tmp_path / "step=2.ckpt", age=3, parts=("meta.pt",))
     write_checkpoint(tmp_path / "step=3.ckpt", age=2, parts=(".metadata",))
     cut = write_checkpoint(tmp_path / "step=4.ckpt", age=1)
     (cut / "meta.pt").write_bytes(b"PK\3\4 and no more")
+    of_deepspeed = write_checkpoint(tmp_path / "step=5.ckpt", age=0, parts=("latest",))
     assert newest_checkpoint(tmp_path) == complete
+    (of_deepspeed / COMPLETE).touch()
+    assert newest_checkpoint(tmp_path) == of_deepspeed
 
 
 @on_ranks(2)

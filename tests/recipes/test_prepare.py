@@ -212,9 +212,7 @@ def test_what_an_interruption_may_leave_is_made_again(
     assert len(seen) == 2  # what was done, and the one shard made again
 
 
-@pytest.mark.parametrize(
-    "harm", [None, truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))]
-)
+@pytest.mark.parametrize("harm", [None, truncate, Path.unlink, lambda x: x.write_bytes(bytes(x.stat().st_size))])
 def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None] | None) -> None:
     """The errors of a harmed folder say how; a whole one is not written to."""
     inputs = write_inputs(tmp_path / "in")
@@ -382,9 +380,7 @@ def test_formats_that_are_not_read_are_refused(tmp_path: Path, name: str, conten
         ("in", {"bad_lines": "ignore"}, "bad_lines 'error' or 'skip', got 67108864, 1 and 'ignore'"),
     ],
 )
-def test_inputs_and_options_that_are_none_are_refused(
-    tmp_path: Path, name: str, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_inputs_and_options_are_refused(tmp_path: Path, name: str, options: dict[str, Any], message: str) -> None:
     """Inputs that are missing, of another suffix, or empty."""
     write_inputs(tmp_path / "in")
     (tmp_path / "other").mkdir()
@@ -406,9 +402,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: P
     with pytest.raises(ValueError, match="tokenizer must have a bos or an eos token, got neither in"):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
     (tmp_path / "bare" / "tokenizer.json").write_text("{")
-    with pytest.raises(
-        ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in .*"
-    ):
+    with pytest.raises(ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in "):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
 
 

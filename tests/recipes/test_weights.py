@@ -305,9 +305,7 @@ def test_exported_checkpoint_has_the_trained_logits(ranks: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize(("name", "last"), [("experts", "1.mlp.experts.5"), ("uneven", "1.mlp.experts.2")])
-def test_exported_experts_are_read_again(
-    ranks: list[dict[str, Any]], out: Path, folder: Path, name: str, last: str
-) -> None:
+def test_exported_experts_are_read(ranks: list[dict[str, Any]], out: Path, folder: Path, name: str, last: str) -> None:
     """One by one, as they are published, with the router's buffer, which no optimizer trains."""
     assert ranks
     place = folder / f"{name} exported"
