@@ -156,6 +156,13 @@ def test_slurm_dry_run() -> None:
     assert " --cpus-per-task 96 --container-image=a --mpi=none --kill-on-bad-exit=1 --nodes 4 " in shown
 
 
+def batch(folder: Path, **environment: str) -> str:
+    """Output of the batch script, with the scripts of a folder in place of SLURM's commands."""
+    command = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
+    known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    return run(command, timeout_s=30.0, **known, **environment)
+
+
 FARM = """#!/usr/bin/env bash
 # Nodes a1 to a4: a1 has a fault, and a2 gets one in the first training. $SIGNAL is sent during the check after it.
 echo "$*" >>"$FOLDER/asked"
@@ -179,11 +186,9 @@ def test_slurm_trains_on_healthy_nodes(tmp_path: Path, spare: str, sent: str, tr
     """A node that fails meanwhile is replaced by a spare, until there are too few, or the time is over."""
     scontrol = "#!/usr/bin/env bash\nif [[ $1 == show ]]; then printf 'a%s\\n' 1 2 3 4; else echo \"$*\"; fi\n"
     write_scripts(tmp_path, srun=FARM, scontrol=scontrol)
-    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "a[1-4]", "SLURM_SUBMIT_DIR": str(ROOT)}
-    place = {"FOLDER": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SIGNAL": sent}
-    batch = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
+    job = {"SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "a[1-4]", "FOLDER": str(tmp_path), "SIGNAL": sent}
     try:
-        output = run(batch, timeout_s=30.0, CHECK="1", SPARE=spare, **job, **place)
+        output = batch(tmp_path, CHECK="1", SPARE=spare, **job)
     except AssertionError as failed:
         output = str(failed)
     assert ends in output and ("exit status" in output) == ("got" in ends)
@@ -393,12 +398,11 @@ fi
 """
 
 
-def batch(folder: Path, **environment: str) -> str:
-    """Output of the batch script, where srun tells it of a signal and ends when it is handed on."""
-    write_scripts(folder, srun=SRUN, scontrol=SCONTROL)
-    command = ["bash", "-c", "LAUNCHER=$$ exec bash launch/slurm.sbatch"]
-    known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
-    return run(command, timeout_s=30.0, **known, **environment)
+@pytest.fixture
+def slurm(tmp_path: Path) -> Path:
+    """A folder with an srun that tells the script of a signal, and ends when it is handed on."""
+    write_scripts(tmp_path, srun=SRUN, scontrol=SCONTROL)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -406,22 +410,22 @@ def batch(folder: Path, **environment: str) -> str:
     [("USR1", "None", True), ("TERM", "2026-01-01T00:01:00", True), ("TERM", "None", False)],
     ids=["time limit", "preemption", "cancelled"],
 )
-def test_slurm_requeues_what_it_interrupted(tmp_path: Path, signal: str, preempted: str, requeued: bool) -> None:
+def test_slurm_requeues_what_it_interrupted(slurm: Path, signal: str, preempted: str, requeued: bool) -> None:
     """And exits 0; a job that its user cancels is not started again."""
-    output = batch(tmp_path, SIGNAL=signal, PREEMPTED=preempted, STATUS="0")
+    output = batch(slurm, SIGNAL=signal, PREEMPTED=preempted, STATUS="0")
     assert output == ("scontrol requeue 7\n" if requeued else "")
 
 
-def test_slurm_meets_on_the_first_of_many_hosts(tmp_path: Path) -> None:
+def test_slurm_meets_on_the_first_of_many_hosts(slurm: Path) -> None:
     """The names of two thousand fill a pipe."""
-    output = batch(tmp_path, SLURM_JOB_NODELIST="a[1-2000]", DRY_RUN="1")
+    output = batch(slurm, SLURM_JOB_NODELIST="a[1-2000]", DRY_RUN="1")
     assert "RDZV_ENDPOINT=a-host-with-a-long-name-1:29500" in output
 
 
-def test_slurm_does_not_requeue_what_failed_to_save(tmp_path: Path) -> None:
+def test_slurm_does_not_requeue_what_failed_to_save(slurm: Path) -> None:
     """The status is handed on."""
     with pytest.raises(AssertionError, match="exit status 3:\n$"):
-        batch(tmp_path, SIGNAL="USR1", PREEMPTED="None", STATUS="3")
+        batch(slurm, SIGNAL="USR1", PREEMPTED="None", STATUS="3")
 
 
 def write_checkpoint(path: Path, *, age: int, parts: tuple[str, ...] = (".metadata", "meta.pt")) -> Path:

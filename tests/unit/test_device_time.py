@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.device_time import (
-    PRECEDENCE,
-    Span,
-    kind_of,
-    longest_kernels,
-    parts_of_step,
-    shared_out,
-    step_spans,
-)
+from benchmarks.device_time import PRECEDENCE, Span, kind_of, longest_kernels, parts_of_step, shared_out, step_spans
 
 
 def event(name: str, begin: float, end: float, category: str = "kernel") -> dict:

@@ -28,7 +28,7 @@ from ringflash.commands.doctor.facts import collect
 from ringflash.commands.doctor.gather import tell_apart
 from ringflash.commands.doctor.judge import declared_ranges, differences, judge
 from ringflash_kernels.api import TRITON_RELEASES
-from tests.helpers.ranks import Ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory_bytes": 150 << 30}
 HEALTHY: dict[str, Any] = {
@@ -255,13 +255,13 @@ def test_a_probe_is_heard(tmp_path: Path) -> None:
 
 
 HOSTS = """
-import os
-from ringflash.commands.cli import main
+import os, runpy, sys
 from ringflash.commands.doctor import command
 facts = command.collect()
 command.collect = lambda: {**facts, "host": f"host{int(os.environ['RANK']) // 2}"}
 command.probes = lambda facts, seconds: [command.ok("kernel", facts["host"])]
-print("status", main(["doctor", "--json", "--seconds", "60"]))
+sys.argv = ["ringflash", "doctor", "--json", "--seconds", "60"]
+runpy.run_module("ringflash", run_name="__main__")
 """
 
 
@@ -273,6 +273,7 @@ def test_hosts_exchange_under_torchrun(tmp_path: Path) -> None:
     assert found["ring over 2 hosts, gloo"]["found"].endswith("GB/s each way, 2 GPUs of each host at once")
     assert found["ring over 2 hosts, gloo"]["level"] == "ok"  # and the values were those of the other host
     assert [found[f"{host}: kernel"]["found"] for host in ("host0", "host1")] == ["host0", "host1"]
+    assert found["hosts"]["found"] == "2, alike" and "ranks" not in found
 
 
 def test_every_gpu_of_every_host_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,23 +323,17 @@ def test_one_host_has_no_ring_of_hosts() -> None:
     assert command.join_ring({}, 1, 1.0) == ({}, "")
 
 
-DOCTOR = ("doctor", "--no_probes", "--json", "--seconds")
-SILENT = f"""
+SILENT = """
 import os, time
 if os.environ["RANK"] == "1":
     time.sleep(6)
 else:
     from ringflash.commands.cli import main
-    print("status", main([*{DOCTOR}, "3"]))
+    print("status", main(["doctor", "--no_probes", "--json", "--seconds", "3"]))
 """
 
 
-def test_ranks_answer_under_torchrun_or_are_named(tmp_path: Path) -> None:
-    """Two ranks of one host, and at the same time, for both pairs wait, two of which one never answers."""
+def test_silent_ranks_are_named_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text(SILENT)
-    silent = Ranks(tmp_path / "silent.py", num_ranks=2)
-    output = run_ranks("ringflash", *DOCTOR, "60", num_ranks=2)
-    found = {x["what"]: x for x in json.loads(output[output.index("{") : output.rindex("}") + 1])["findings"]}
-    assert found["hosts"]["found"] == "1, alike" and "ranks" not in found
-    printed = silent.finish(60.0)
+    printed = run_ranks(tmp_path / "silent.py", num_ranks=2)
     assert "rank 1 did not answer" in printed and "status 1" in printed

@@ -40,12 +40,6 @@ class Stream:
         self.seen[self] += 1  # whatever was issued since the last event
         return Event(dict(self.seen))
 
-    def wait_stream(self, other: Stream) -> None:
-        other.record_event().wait(self)
-
-    def is_after(self, other: Stream) -> bool:
-        return self.seen.get(other, 0) >= other.seen[other]
-
 
 class Event:
     """A point of a stream."""
@@ -62,7 +56,7 @@ class Streams:
     """The current stream, as torch.cuda has it."""
 
     def __init__(self) -> None:
-        self.caller = self.current = Stream()
+        self.current = Stream()
 
     def set(self, stream: Stream) -> None:
         self.current = stream

@@ -26,8 +26,9 @@ from ringflash.lightning.module import empty_model
 from ringflash.memory import Memory, layers, save_memory, tiles
 from ringflash_kernels import reference
 from tests.helpers.recipe_model import build_model
+from tests.unit.test_flops import CONFIG
 
-SEQLEN, LAYERS = 48, 3
+SEQLEN, LAYERS = 48, CONFIG["num_hidden_layers"]
 CHECKPOINTING = ("none", "attention_kept", "full")
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -43,11 +44,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def config(family: str) -> dict[str, Any]:
-    return {
-        "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-        **EXPERTS.get(family, {}),
-    }  # fmt: skip
+    return {**CONFIG, "model_type": family, "max_position_embeddings": 256, **EXPERTS.get(family, {})}
 
 
 def model_with(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
