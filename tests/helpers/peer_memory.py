@@ -5,8 +5,6 @@ moment up to `DELAY_S` after it was posted, so that a wait or a barrier that is 
 host of each rank also pauses at random, so that ranks drift apart.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

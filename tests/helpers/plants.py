@@ -1,7 +1,5 @@
 """Trainings of a tiny model, right and with one mistake each, as a user would hand them to `ringflash verify`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy

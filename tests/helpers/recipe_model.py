@@ -1,7 +1,5 @@
 """The recipes' model with values drawn from a seed, for tests that use it without a Lightning trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

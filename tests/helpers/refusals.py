@@ -1,7 +1,5 @@
 """Bad calls of `ring_attention`, and what every rank must answer to them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple

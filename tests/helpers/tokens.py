@@ -1,7 +1,5 @@
 """Small tokenizers and inputs of token files, and what must be read from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

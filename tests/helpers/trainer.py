@@ -1,7 +1,5 @@
 """transformers' Trainer in a worker of the pool, on one process or on a ring: what its training was."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from functools import cache

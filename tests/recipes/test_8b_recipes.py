@@ -4,8 +4,6 @@ Two gloo processes on the CPU, without the launcher (test_lightning_recipes.py h
 `ringflash plan` says, not a measurement.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ Two gloo processes on the CPU. Accidents are planted in the class of torch that 
 resuming are in test_launch_recovery.py and test_lightning_recipes.py.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

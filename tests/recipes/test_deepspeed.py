@@ -4,8 +4,6 @@ Two (1 x 2) and four (2 x 2) gloo processes on the CPU, with a new folder for wh
 ranks share a sequence. The reference is plain torch in one process in fp64; what fp32 loses there is the budget.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import closing

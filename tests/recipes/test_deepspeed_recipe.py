@@ -4,8 +4,6 @@ It trains four steps by the command that launch/local.sh prints; continued from 
 the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

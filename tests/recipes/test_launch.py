@@ -1,7 +1,5 @@
 """The launch files without training: style, schemas, and what they would run. One process, no GPU, no cluster."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

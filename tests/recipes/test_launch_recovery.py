@@ -6,8 +6,6 @@ tests/recipes/accidents.py is what happens. SLURM's commands are stood in for by
 makes the hosts.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Text as packed sequences, the order in which data ranks draw them, and the sizes of the mesh. One process."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

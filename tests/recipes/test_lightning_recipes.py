@@ -5,8 +5,6 @@ It trains four steps; the same run interrupted after two and continued on one ra
 tests/recipes/test_8b_recipes.py has the other recipes.
 """
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors for a user without an optional package. One process."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import venv

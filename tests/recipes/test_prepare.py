@@ -1,7 +1,5 @@
 """`python -m recipes.data`: text, JSONL and parquet to token files, killed and continued, and its refusals. CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Four gloo processes on the CPU. The reference is plain torch in one process: no mesh, no shards, no Lightning.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

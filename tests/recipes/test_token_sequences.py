@@ -1,7 +1,5 @@
 """Documents packed into sequences and read in chunks, against plain lists and `prepare_batch`. One process, CPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A CPU's step is not traced; tests/unit/test_device_time.py has what is made of a trace.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

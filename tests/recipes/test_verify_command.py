@@ -1,8 +1,6 @@
 """The command `ringflash verify`: exit status, table and JSON. CPU, 2 processes; needs the huggingface and lightning
 extras. tests/recipes/test_newcomer.py has the ranks that it starts."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

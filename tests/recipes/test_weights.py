@@ -1,7 +1,5 @@
 """Hugging Face checkpoints in and out: loaded shard by shard, exported, loaded again. Two gloo processes, and one."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

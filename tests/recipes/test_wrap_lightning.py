@@ -4,8 +4,6 @@ Gloo processes on the CPU, fp64. One rank has left its losses, and a checkpoint 
 before two ranks continue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """ringflash bench: reading, comparing, showing and plotting results, and a small ring that it runs itself. No GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

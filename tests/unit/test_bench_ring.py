@@ -3,8 +3,6 @@
 Without torchrun, which `ringflash bench` starts it by (test_bench_command.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

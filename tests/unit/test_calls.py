@@ -4,8 +4,6 @@ The operator itself needs a GPU (tests/multi_gpu). Here its rules are written ou
 bottom right corner, a side of seqlen_k or more is open, and an open side becomes seqlen_k if the other is closed.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refusals of DeepSpeed's helper and strategy before any process joins. CPU, one process; needs the extras."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """benchmarks/device_time.py on made-up traces: kinds of kernels, time shared out, parts that add up. No GPU."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

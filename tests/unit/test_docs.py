@@ -3,8 +3,6 @@
 `make docs` builds the site, where a link inside docs/ that leads nowhere is an error.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

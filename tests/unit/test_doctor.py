@@ -3,8 +3,6 @@
 One process, and two gloo processes for the ring and for ranks that answer, or do not. No GPU.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

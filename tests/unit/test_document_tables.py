@@ -3,8 +3,6 @@
 CPU, one process. A function that is new, or takes cu_seqlens newly, needs an entry here.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Iterator

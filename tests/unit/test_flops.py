@@ -1,7 +1,5 @@
 """FLOPs and peaks for MFU: against hand counts, torch's own counter, and the schedule. One process, no GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Lengths are a few blocks of 128 keys. The kernels are tested against this specif
 (tests/emulator, tests/kernels).
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys that a rank gathers from the others, for random masks and layouts. CPU, one process."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from itertools import accumulate

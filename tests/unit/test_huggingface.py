@@ -4,8 +4,6 @@ CPU; needs the huggingface extra. The oracle is "sdpa" with transformers' masks:
 whatever the model's dtype, and its loss casts logits to fp32.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

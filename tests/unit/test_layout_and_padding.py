@@ -1,7 +1,5 @@
 """Tokens of each rank, and padding that changes neither loss nor gradients. CPU, one process."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

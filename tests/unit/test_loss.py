@@ -1,7 +1,5 @@
 """The chunked cross-entropy against torch's in fp64, its scale, its memory, its refusals. CPU, one process."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from functools import partial

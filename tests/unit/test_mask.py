@@ -1,7 +1,5 @@
 """Mask and Region against brute force over every pair. CPU, one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

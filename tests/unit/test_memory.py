@@ -3,8 +3,6 @@
 With FSDP2 on four ranks they run in tests/recipes/test_strategy.py.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The registered operator: opcheck, one graph under compile, checkpointing, explain, refusals. CPU, one process."""
 
-from __future__ import annotations
-
 import operator
 import re
 import warnings

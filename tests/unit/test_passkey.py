@@ -1,7 +1,5 @@
 """Passkey sequences and scores. One process; over four ranks it runs in tests/recipes/test_strategy.py."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 CPU; needs the huggingface extra and peft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

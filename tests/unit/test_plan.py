@@ -3,8 +3,6 @@
 Memory and time are compared with steps that were measured, too, as the committed results have them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

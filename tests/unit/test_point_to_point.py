@@ -1,7 +1,5 @@
 """Posted messages: one coalesced batch on NCCL, sends before receives, nothing without a peer. CPU."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from unittest import mock

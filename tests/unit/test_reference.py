@@ -1,7 +1,5 @@
 """The reference implementation against torch's attention and plain fp64 autograd. CPU, one process."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Checkpoints that would run code are refused, and no product module loads files unsafely. One process, no GPU."""
 
-from __future__ import annotations
-
 import ast
 import pickle
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The schedule covers each visible pair once, for random masks, layouts and 1 to 8 ranks. CPU, one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from unittest import mock

@@ -5,8 +5,6 @@ in an input or in an allocation of the call, or that of memory that stays. Repea
 of commands of a driver whose functions write the same log.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Waits of a rank in its rings: counted while they are asked for, by the callback too. One process on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 
