@@ -170,9 +170,7 @@ REFUSALS: dict[str, Refusal] = {
     "scale_no_number": _wrong("positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
     "scale_without_end": _wrong("softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))),
     "one_rank_more_rows": _wrong(SAME + "call .*row 0 of 1.*row 0 of 2", _rows_on_last_rank(2)),
-    "one_rank_wide_v": _wrong(
-        "v must have the shape of k", _last_rank(lambda c, a: a.update(v=a["v"].repeat(1, 1, 1, 2)))
-    ),
+    "one_rank_wide_v": _wrong("v must have the shape of k", _last_rank(lambda c, a: a.update(v=a["v"].tile(2)))),
     "scale_to_learn": _wrong(
         "must be a number, .*multiply q by it", _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True)))
     ),
@@ -194,9 +192,7 @@ REFUSALS: dict[str, Refusal] = {
     "cu_seqlens_empty": _wrong("cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
     "cu_seqlens_local": _wrong(r"end at the global .*\(\d+\), got 8; give", _cu_seqlens(lambda n: [0, LENGTH])),
     "cu_seqlens_long": _wrong("must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
-    "cu_seqlens_dtype": _wrong(
-        "1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
-    ),
+    "cu_seqlens_dtype": _wrong("1-D int32, .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)),
     "cu_seqlens_scalar": _wrong("must be 1-D int32", _cu_seqlens(lambda n: n)),
     "cu_seqlens_matrix": _wrong("must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
     "cu_seqlens_batch": _wrong(

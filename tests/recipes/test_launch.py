@@ -77,14 +77,12 @@ def test_skypilot_file_has_only_keys_of_a_task() -> None:
 
 def test_local_dry_run() -> None:
     """One line for one host: torchrun's own rendezvous, the number of restarts, both signals kept from torchrun."""
-    shown = dry_run(
-        "launch/local.sh", RECIPE, "--ckpt_path", "auto", "--output_dir", "a b", NPROC="3", MAX_RESTARTS="2"
-    )
-    assert "PET_MAX_RESTARTS=2" in shown and "SIGTERM" not in shown
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown
-    assert "torch.distributed.run --standalone --nproc_per_node 3 -m recipes.lightning.train fit" in shown
-    assert rf"--config {RECIPE} --ckpt_path auto --output_dir a\ b" in shown
-    assert "OMP_NUM_THREADS=1" in shown and shown.count("\n") == 1
+    line = dry_run("launch/local.sh", RECIPE, "--ckpt_path", "auto", "--output_dir", "a b", NPROC="3", MAX_RESTARTS="2")
+    assert "PET_MAX_RESTARTS=2" in line and "SIGTERM" not in line
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line
+    assert "torch.distributed.run --standalone --nproc_per_node 3 -m recipes.lightning.train fit" in line
+    assert rf"--config {RECIPE} --ckpt_path auto --output_dir a\ b" in line
+    assert "OMP_NUM_THREADS=1" in line and line.count("\n") == 1
 
 
 def test_host_dry_run() -> None:

@@ -30,11 +30,9 @@ def assert_alike(ours: torch.nn.Module, got: torch.Tensor, whole: torch.nn.Modul
     assert_equal(got, want)
     for x in (got, want):
         (x if x.dim() == 0 else x.square().sum()).backward()
-    gradients = [
-        (p.grad, q.grad) for p, q in zip(ours.parameters(), whole.parameters(), strict=True) if q.requires_grad
-    ]
-    assert gradients
-    for mine, wanted in gradients:
+    pairs = [(p.grad, q.grad) for p, q in zip(ours.parameters(), whole.parameters(), strict=True) if q.requires_grad]
+    assert pairs
+    for mine, wanted in pairs:
         assert_equal(mine, wanted)
 
 

@@ -83,10 +83,8 @@ def test_refuses_adapters_that_change_more_than_layers(kind: str) -> None:
     ]  # fmt: skip
     batch = huggingface.prepare_batch(tokens(), group=None)
     if kind in ("ADALORA", "LORA"):
-        around = peft.get_peft_model(
-            huggingface.CausalLMWithLoss(build("qwen3"), None), replace(config, task_type=None)
-        )
-        calls.append(lambda: around(**batch))
+        outer = peft.get_peft_model(huggingface.CausalLMWithLoss(build("qwen3"), None), replace(config, task_type=None))
+        calls.append(lambda: outer(**batch))
     if model.__dict__.get("peft_config"):  # adapters in its layers
         calls.append(lambda: with_loss(**batch))
     for call in calls:

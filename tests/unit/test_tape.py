@@ -137,8 +137,7 @@ class Event:
         wait(stream.cuda_stream, self.cuda_event)
 
 
-def record(event: int, stream: int) -> int:
-    """Stand in for cuEventRecord."""
+def record(event: int, stream: int) -> int:  # cuEventRecord
     log = LOGS[-1]
     log.say("record", STREAMS[stream])
     log.num_records += 1
@@ -146,8 +145,7 @@ def record(event: int, stream: int) -> int:
     return 0 if event in ALIVE else 400
 
 
-def wait(stream: int, event: int, flags: int = 0) -> int:
-    """Stand in for cuStreamWaitEvent."""
+def wait(stream: int, event: int, flags: int = 0) -> int:  # cuStreamWaitEvent
     LOGS[-1].say("wait", STREAMS[stream], LOGS[-1].numbers[event])
     return 0
 
