@@ -29,7 +29,7 @@ from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from ringflash.lightning.module import empty_model
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
-from tests.recipes.launching import Run
+from tests.recipes.launching import Run, write_text
 from tests.recipes.test_strategy import CONFIG
 
 STEPS = 5
@@ -146,6 +146,22 @@ def test_kept(ctx: Context, run: Run) -> None:
     """The last two of five are there, with nothing else in the folder."""
     first_training(run)
     assert {path.name for path in (run.out / "kept").iterdir()} == {"epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt"}
+
+
+@on_ranks(2)
+def test_other_files_on_a_rank(ctx: Context, run: Run, tmp_path: Path) -> None:
+    """One rank does not see the checkpoint, has other text, or none: both fail, and none is left to wait."""
+    first_training(run)
+    folders = [write_text(tmp_path / f"{ctx.rank} {rank}", 60 + rank) for rank in range(2)]
+    mine, same = folders[ctx.rank], "^all ranks of the group must make the same call, got "
+    SameCheckpoint("a.ckpt").setup(None, None, "fit")
+    with pytest.raises(ValueError, match=same + r"ckpt_path a.ckpt \(rank 0\), "):
+        SameCheckpoint(None if ctx.rank else "a.ckpt").setup(None, None, "fit")
+    TextData(16, str(folders[0]), ".txt").read()
+    with pytest.raises(ValueError, match=same + r"fingerprints of the text \['"):
+        TextData(16, str(mine), ".txt").read()
+    with pytest.raises(ValueError, match="^folder must hold files that end in '.no', got none in .*0"):
+        TextData(16, str(folders[0]), ".no" if ctx.rank else ".txt").read()
 
 
 @on_ranks(2)

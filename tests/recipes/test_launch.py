@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
-from recipes.lightning.text import TextData
+from recipes.lightning.resume import newest_checkpoint
 from ringflash.lightning.checkpoints import COMPLETE
-from tests.helpers.pool import Context, on_ranks
-from tests.recipes.launching import ROOT, interrupt, run, write_scripts, write_text
+from tests.recipes.launching import ROOT, interrupt, run, write_scripts
 
 LAUNCH = ROOT / "launch"
 RECIPE = "recipes/lightning/128k_cp8_8gpus.yaml"
@@ -457,19 +454,3 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == complete
     (of_deepspeed / COMPLETE).touch()
     assert newest_checkpoint(tmp_path) == of_deepspeed
-
-
-@on_ranks(2)
-def test_ranks_that_find_other_files_all_fail(ctx: Context, tmp_path: Path) -> None:
-    """One does not see the checkpoint, has other text, or none: no rank is left to wait."""
-    torch.distributed.init_process_group("gloo")
-    folders = [write_text(tmp_path / f"{ctx.rank} {rank}", 60 + rank) for rank in range(2)]
-    mine, same = folders[ctx.rank], "^all ranks of the group must make the same call, got "
-    SameCheckpoint("a.ckpt").setup(None, None, "fit")
-    with pytest.raises(ValueError, match=same + r"ckpt_path a.ckpt \(rank 0\), "):
-        SameCheckpoint(None if ctx.rank else "a.ckpt").setup(None, None, "fit")
-    TextData(16, str(folders[0]), ".txt").read()
-    with pytest.raises(ValueError, match=same + r"fingerprints of the text \['"):
-        TextData(16, str(mine), ".txt").read()
-    with pytest.raises(ValueError, match="^folder must hold files that end in '.no', got none in .*0"):
-        TextData(16, str(folders[0]), ".no" if ctx.rank else ".txt").read()
