@@ -34,6 +34,8 @@ from ringflash.megatron import core_attention, with_ring
 from ringflash.megatron.core_attention import RingCoreAttention
 from ringflash.megatron.layer_spec import RingLayer
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[2]
 ENGINE = Path(__file__).parent / "engine"  # a stand-in for Transformer Engine
 MODELS = ("dense", "window", "packed", "packed window", "latent", "packed latent", "experts")
@@ -94,14 +96,12 @@ EQUAL = [
 ]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size, case, alone", EQUAL)
 def test_training_equals_one_process(results: Results, size: int, case: str, alone: str) -> None:
     want = results(1, alone)[0]
     assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(size, case))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "case, of_rank",
     [("tensor parallel", (0, 1, 0, 1)), ("sequence parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))],
@@ -113,7 +113,6 @@ def test_training_equals_other_parallelism(results: Results, case: str, of_rank:
         assert largest_error(got, want[rank]) <= RELATIVE_ERROR
 
 
-@pytest.mark.timeout(900)
 def test_training_notices_attention_to_a_shard(results: Results) -> None:
     assert largest_error(results(2, "dense wrong")[0], results(1, "dense alone")[0]) > 1000 * RELATIVE_ERROR
 

@@ -52,6 +52,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def pyarrow() -> Any:
+    """pyarrow, with what it has for parquet."""
+    pytest.importorskip("pyarrow.parquet", reason="the extra ringflash[parquet] is not installed")
+    return pytest.importorskip("pyarrow")
+
+
+@pytest.fixture
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of `prepare` begin with torch imported; those of the test that kills the program import it."""
     context = forked()
@@ -114,27 +121,21 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         write_tokens(tmp_path / "small", [[3, 9]], 1, 9)
 
 
-def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+def test_parquet_rows_are_documents(tmp_path: Path, pyarrow: Any) -> None:
     """The text column, over several row groups; empty rows are left out."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
     table = pyarrow.table({"id": list(range(len(TEXTS) + 1)), "body": [*TEXTS, ""]})
-    parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=7)
+    pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=7)
     prepare([tmp_path], tmp_path / "out", text_field="body", shard_bytes=500)
     assert read_all(tmp_path / "out") == as_bytes(TEXTS) and len(content(tmp_path / "out")) > 2
     with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.PARQUET"):
         prepare([tmp_path / "a.PARQUET"], tmp_path / "other")
 
 
-def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_parquet_that_cannot_be_read_is_named(tmp_path: Path, pyarrow: Any) -> None:
     """With the file, and where its text is not UTF-8 the row group."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
     ends = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1]
     text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"a\xff")])
-    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match="its text UTF-8, got .* 0xff .* in .*a.parquet, row group 0; correct the fi"):
         prepare([tmp_path / "a.parquet"], tmp_path / "a")
@@ -326,12 +327,9 @@ def test_bad_lines_are_skipped_and_counted(
     assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err
 
 
-def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path, pyarrow: Any) -> None:
     """A row without text is a bad line of parquet."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": ["a", None, "", "b"]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "", "b"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="got TypeError: 'None' in .*a.parquet, row 1 of row group 0; correct"):
         prepare([tmp_path / "a.parquet"], tmp_path / "refused")
     (shard,) = prepare([tmp_path / "a.parquet"], tmp_path / "out", bad_lines="skip").shards
