@@ -3,8 +3,6 @@
 That the driver copies right, also while kernels run, is tested in tests/multi_gpu.
 """
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from types import SimpleNamespace

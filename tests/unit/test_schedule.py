@@ -1,7 +1,5 @@
 """The schedule covers each visible pair once, for random masks, layouts and 1 to 8 ranks. CPU, one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from unittest import mock
@@ -46,11 +44,8 @@ def problems(
         parents, both = draw(trees(len(bounds) - 1))
         forest = Forest(tuple(b - a for a, b in pairwise(bounds)), parents, both)
         counts = with_global_tokens(forest, draw(st.randoms())).global_tokens if draw(st.booleans()) else None
-        return (
-            SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both, counts),
-            cp_size,
-            layout,
-        )
+        mask = SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both, counts)
+        return mask, cp_size, layout
     return SequenceMask(seqlen, draw(st.booleans()), window, bounds), cp_size, layout
 
 
@@ -65,9 +60,10 @@ def trees(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], tuple[bool, ...
     return tuple(parents), tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
 
 
-def table_of(mask: SequenceMask) -> Sequence[Sequence[int]] | None:
-    """The documents of a mask, as `dense.visible` takes them."""
-    return None if mask.documents is None else mask.documents.rows
+def visible(mask: SequenceMask) -> torch.Tensor:
+    """Visible pairs of a mask, by the oracle."""
+    position, rows = torch.arange(mask.seqlen), mask.documents and mask.documents.rows
+    return dense.visible(position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=rows)
 
 
 def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
@@ -85,10 +81,7 @@ def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tens
 @settings(max_examples=300, deadline=None)
 def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, int, str]) -> None:
     mask, cp_size, layout = problem
-    position = torch.arange(mask.seqlen)
-    want = dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
-    )
+    want = visible(mask)
     count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
     rows = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     for rank, schedule in enumerate(schedules(mask, cp_size, layout)):
