@@ -25,7 +25,7 @@ from ringflash.huggingface.validation import find_noise_error, without_peft
 from ringflash.sequence.layout import shard_sequence
 from ringflash.sequence.padding import IGNORE_INDEX, pad_sequence
 
-# The loss of each forward since the last backward, at most two: `check_loss` compares the only one.
+# The loss of each forward since the last backward, at most two: `compare_loss` compares the only one.
 _losses: deque[Tensor] = deque(maxlen=2)
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
@@ -101,9 +101,9 @@ class RingForward:
 
         Args:
             input_ids: (batch, seqlen), int64.
-            kwargs: attention_mask, position_ids, labels and cu_seq_lens_q as `read_rows` takes them, but labels are
-                those of the tokens themselves, as in transformers; shift_labels are those of their successors.
-                token_type_ids, mm_token_type_ids: those of a model that makes spans of them.
+            kwargs: attention_mask, position_ids and cu_seq_lens_q: as `read_rows` takes them.
+                labels: (batch, seqlen), not shifted, as in transformers; or shift_labels, shifted.
+                token_type_ids, mm_token_type_ids: types of the tokens, for a model that makes spans of them.
                 num_items_in_batch: divisor of the sum of the tokens' losses, default the number of labelled tokens.
                 fused_lm_head: return `score_batch` for TRL's trainers, whose prompts may be padded on the left.
         Raises:
@@ -207,13 +207,13 @@ def _note(loss: Tensor) -> None:
     _losses.append(loss.detach().clone())  # a trainer may change it in place
 
 
-def check_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
-    """Check that a trainer has not multiplied the forward's loss by the number of processes instead of rings.
+def compare_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
+    """Compare the loss that a trainer returns with its forward's, which it must multiply by the number of rings.
 
     Returns:
-        checked: False if the loss cannot be compared, because there were several forwards or it is not finite.
+        compared: False if the loss cannot be compared, because there were several forwards or it is not finite.
     Raises:
-        ValueError: it has; on every rank.
+        ValueError: it has been multiplied by the number of processes; on every rank.
     """
     of_forward = [*_losses]
     _losses.clear()

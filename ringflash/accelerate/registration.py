@@ -172,8 +172,8 @@ def prepare_model(
 ) -> Any:
     """Put the model on the ring; models without a language model's head may be evaluated whole on each rank.
 
-    A model that is prepared for an evaluation may be trained later: accelerate, which marks it as prepared, would not
-    wrap it in DDP then, and each rank would step by the gradient of its own shard.
+    A model prepared for an evaluation may be trained later. By then accelerate has marked it as prepared, and would not
+    wrap it in DDP: each rank would step by the gradient of its own shard.
     """
     if ring_size(self.parallelism_config) == 1:
         return original(self, model, device_placement, evaluation_mode)
@@ -225,12 +225,12 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
 
 
 def backward(original: Callable[..., Any], self: Any, loss: Any, **options: Any) -> Any:
-    """Check the first loss of a Trainer, whose compute_loss may be another than Trainer's."""
+    """Compare a Trainer's loss with its forward's, once: a subclass may have another compute_loss."""
     if getattr(self, "_ringflash_checks_loss", False):
-        from ringflash.accelerate.forward import check_loss
+        from ringflash.accelerate.forward import compare_loss
 
         size = ring_size(self.parallelism_config)
-        self._ringflash_checks_loss = not check_loss(loss, self.num_processes, size)
+        self._ringflash_checks_loss = not compare_loss(loss, self.num_processes, size)
     return original(self, loss, **options)
 
 

@@ -112,7 +112,7 @@ class HeadGather(GatherCall):
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
             place = areas.current().cuda_stream, comm_sms(self.impl, transport_name(areas))
             key = pass_name, *map(id, self.blocks), options, form_of(tensors), place
-            tape = areas.cached(key, ("kv", "dkv"), lambda: Tape(self.blocks))
+            tape = areas.kept(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
                 return tape.record(areas, tensors, issue)
             with watching(areas, pass_name, device) as watched, JoinAfterError(areas):

@@ -157,7 +157,7 @@ class AllToAll:
     def _list_transfers(
         self, areas: GroupAreas, mapped: dict[int, Tensor | None], num_first: int
     ) -> list[Callable[[], None]]:
-        """List both transfers: that of the first tensors and the call numbers, and that of the other tensors."""
+        """List the two transfers: the first tensors with the call numbers, then the other tensors."""
         rank, size = areas.rank, self.size
         peers = [*range(rank + 1, size), *range(rank), rank]  # from the next rank on; own copies need SMs, so last
         pulls: tuple[list[Incoming], list[Incoming]] = [], []

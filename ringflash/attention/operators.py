@@ -74,8 +74,8 @@ def _forward(
         work = call.start(CallShape.of(q, k, v))
         row_max = _empty_row_max(q, impl, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
-        if not grad_flags and cu_seqlens is None:
-            return out, lse, row_max, _NO_RECORD
+        if not grad_flags and cu_seqlens is None:  # no backward will read it
+            return out, lse, row_max, torch.empty(2, dtype=torch.int64, device="cpu")
         record = _make_record(call.number.value, cu_seqlens, call.checked_plan.mask.documents)
         return out, lse, row_max, record
 
@@ -91,7 +91,6 @@ def _empty_row_max(q: Tensor, impl: str, grad_flags: int) -> Tensor:
 
 
 _without_rows = lru_cache(maxsize=64)(torch.empty)  # one tensor for all calls: a new one takes 3 µs
-_NO_RECORD = torch.zeros(2, dtype=torch.int64)  # of calls without a backward
 
 
 # A CUDA graph of inductor (mode "reduce-overhead") would hold buffers that outlive it, and repeat the call's number.

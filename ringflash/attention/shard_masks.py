@@ -103,8 +103,8 @@ def _transposed(
 ) -> Mask:
     """Return the transposed mask of `visible_regions`.
 
-    The keys of one chunk and document, a run of keys, have a region for each chunk of queries of which some do not see
-    all of them, and one for all later queries. The latter are joined if neighbouring runs have the same queries.
+    A run of keys is the part of one chunk in one document. It has one region for each chunk of queries that sees it in
+    part, and one region for all later queries. The latter are joined if neighbouring runs have the same queries.
     """
     bounds, q, k = np.asarray(mask.bounds), np.asarray(q_shard), np.asarray(k_shard)
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))

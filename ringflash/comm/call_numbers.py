@@ -212,7 +212,7 @@ class CallWords:
         Args:
             members: the senders' ranks in the group; empty if `senders` are such.
         """
-        senders = [members[sender] if members else sender for sender in self.senders]
+        senders = [members[sender] for sender in self.senders] if members else self.senders
         expect(group, arrival, call, on_host, senders, self.unused)
 
     def send_commands(self, on_host: Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:

@@ -11,14 +11,15 @@ from torch import Tensor
 class ReusedEvent:
     """An event of a call; once nobody refers to this object, the event is used again."""
 
-    __slots__ = ("_event", "_unused", "cuda_event")
+    __slots__ = ("_event", "_passed", "_unused", "cuda_event")
 
     def __init__(self, event: torch.cuda.Event, unused: list[torch.cuda.Event]) -> None:
-        self._event, self._unused, self.cuda_event = event, unused, event.cuda_event
+        self._event, self._unused, self.cuda_event, self._passed = event, unused, event.cuda_event, False
 
     def query(self) -> bool:
         """Return True if the work before it has finished."""
-        return self._event.query()
+        self._passed = self._passed or self._event.query()
+        return self._passed
 
     def __del__(self) -> None:
         self._unused.append(self._event)

@@ -70,7 +70,7 @@ def find_bypassed_error(causal: nn.Module) -> Exception | None:
     if found is None:
         return None
     return NotImplementedError(
-        f"{type(causal).__name__} must have no forward or forward hooks of its own in CausalLMWithLoss, which calls "
+        f"{type(causal).__name__} must have no forward or hooks of its own in CausalLMWithLoss, which calls "
         f"the decoder only, got {found}, which would not be called; leave it out, or put it on the CausalLMWithLoss."
     )
 
@@ -80,9 +80,10 @@ _KNOWN_HOOKS = ("torch.distributed.", "deepspeed.", "ringflash.", "lightning.")
 
 
 def hook_of(module: nn.Module) -> str | None:
-    """Return the name of a forward hook, or None."""
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        function = getattr(hook, "func", hook)  # of a partial
-        if not (origin := f"{function.__module__}.").startswith(_KNOWN_HOOKS):
-            return f"a forward hook, {origin}{getattr(function, '__qualname__', type(function).__name__)}"
+    """Return the name of a hook of the forward or the backward, or None."""
+    for kind in ("forward", "backward"):
+        hooks = (x for name in ("pre_hooks", "hooks") for x in vars(module)[f"_{kind}_{name}"].values())
+        for function in (getattr(hook, "func", hook) for hook in hooks):  # of a partial
+            if not (origin := f"{function.__module__}.").startswith(_KNOWN_HOOKS):
+                return f"a {kind} hook, {origin}{getattr(function, '__qualname__', type(function).__name__)}"
     return None

@@ -49,9 +49,9 @@ def use_sequence_order(model: nn.Module, inputs: ForwardInputs) -> None:
         give_inputs(module, inputs)
         if index == 0:
             inputs.first_layer = name_of_layer(module)
-        if _enter not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, with_kwargs=True)
+        if _into_sequence_order not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_into_sequence_order, with_kwargs=True)
+            module.register_forward_hook(_back_into_layout, with_kwargs=True)
         file = sys.modules[type(module).__module__]
         for name, run in _FUNCTIONS.items():
             original = getattr(file, name, None)
@@ -60,7 +60,7 @@ def use_sequence_order(model: nn.Module, inputs: ForwardInputs) -> None:
 
 
 @torch.compiler.disable(reason="ranks exchange tokens")
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+def _into_sequence_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Check the call, as `_attend` does, and bring its tokens into sequence order; a pre-hook of a recurrent layer."""
     if is_generating():
         return None
@@ -102,7 +102,9 @@ def _find_error(
 
 
 @torch.compiler.disable(reason="ranks exchange tokens")
-def _leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+def _back_into_layout(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+) -> Tensor | None:
     """Bring the output of a recurrent layer back into the layout; a forward hook."""
     if _KEYWORD not in kwargs:
         return None

@@ -291,7 +291,7 @@ def _step_of(trainer: Any) -> str | None:
 
 
 def _check_same_ring(wrapped: CallOptions, strategy: Any) -> None:
-    """Refuse a strategy whose shards the module's attention, which was wrapped for another one, would misread."""
+    """Refuse a strategy with other shards than the one for which the module's attention was wrapped."""
     before, now = (
         "one process" if group is None else f"ranks {dist.get_process_group_ranks(group)} with layout {layout!r}"
         for group, layout in ((wrapped.group, wrapped.layout), (resolve(strategy.cp_group), strategy.layout))

@@ -39,9 +39,9 @@ class ContextParallelStrategy(TrainerChecks, DataContextRanks, ModelParallelStra
         context_parallel_size: ranks that share one sequence; "auto" is all that data_parallel_size leaves.
         data_parallel_size: number of sequences processed in parallel; "auto" is all that is left.
         layout: which tokens of a sequence a rank holds: "zigzag", or for packed documents "balanced" (docs/masks.md).
-        replicate_size: copies of the parameters (HSDP). Each is sharded over consecutive ranks, such as those of some
-            hosts, so that parameters travel among these only; gradients are averaged over all ranks. A checkpoint has
-            one copy, and can be loaded with any other number.
+        replicate_size: copies of the parameters (HSDP). Each copy is sharded over consecutive ranks, for example a few
+            hosts, and parameters travel only among these. Gradients are averaged over all ranks. A checkpoint has one
+            copy, and can be loaded with any number of copies.
         save_distributed_checkpoint: True writes a directory with a part from each rank, loadable on any number of
             ranks; False gathers everything into one file.
         async_checkpoint: True continues training while a checkpoint is written from a copy in host memory, and waits

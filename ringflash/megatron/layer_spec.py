@@ -73,7 +73,7 @@ _OF_DENSE_MODELS = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_den
 class RingLayer(BaseTransformerLayer):
     """Layer that Megatron would build for its configuration, with the ring as its core attention.
 
-    It is a class and not a plain spec because a spec does not see options such as --num-experts or --qk-layernorm.
+    A plain spec would not see options such as --num-experts or --qk-layernorm; a class is given the configuration.
     """
 
     def __new__(  # type: ignore[misc]

@@ -328,7 +328,7 @@ def document_table(
             raise ValueError(f"{name} must be {kind}, got {values.dtype}; convert them.")
         table[row, :-1] = values
         if not torch.equal(table[row, :-1], values.long()):
-            raise ValueError(f"{name} must be numbers of {table.dtype}, got up to {int(values.max())}; use smaller ones.")
+            raise ValueError(f"{name} must fit {table.dtype}, got up to {int(values.max())}; use smaller numbers.")
     return table
 
 

@@ -136,12 +136,13 @@ def check_beside_exact(runs: Runs) -> list[Check]:
     names = [name for name in want.gradients if name in got.gradients]
     g, w = (torch.cat([seen.gradients[name].double().flatten() for name in names]) for seen in (got, want))
     return [
-        _against("FP8 against exact: loss", abs(got.loss / want.loss - 1), FP8_LOSS),
-        _against("FP8 against exact: gradients", ((g - w).norm() / w.norm()).item(), FP8_GRADIENTS),
+        _check_difference("FP8 against exact: loss", abs(got.loss / want.loss - 1), FP8_LOSS),
+        _check_difference("FP8 against exact: gradients", ((g - w).norm() / w.norm()).item(), FP8_GRADIENTS),
     ]
 
 
-def _against(name: str, apart: float, limit: float) -> Check:
+def _check_difference(name: str, apart: float, limit: float) -> Check:
+    """Return the check of a relative difference."""
     within = apart <= limit  # false for NaN
     ratio = apart / limit if apart == apart else float("inf")
     return Check(
@@ -174,7 +175,7 @@ def _by_position(name: str, runs: Runs) -> Check:
     check = Check(name)
     if name == LOGITS and not names:
         check.note = "computed only for transformers models, whose last hidden state and head are known"
-    usual = _usual(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
+    usual = _usual_error(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
     return _with_ratios(check, runs, names, usual)
 
 
@@ -186,7 +187,7 @@ def _by_name(name: str, runs: Runs) -> Check:
     got, want = (ROUNDED[name](seen) for seen in (runs.got, runs.want))
     missing = [key for key in want if key not in got]
     read, names = (ROUNDED[LAYERS], list(runs.want.layers)[-1:]) if name in _SCALARS else (ROUNDED[name], list(want))
-    usual = _usual((read(runs.baseline)[key], read(runs.want)[key]) for key in names)
+    usual = _usual_error((read(runs.baseline)[key], read(runs.want)[key]) for key in names)
     check = Check(name, float("inf") if missing else None, missing)
     return _with_ratios(check, runs, [key for key in want if key in got], usual)
 
@@ -196,8 +197,8 @@ def _with_ratios(check: Check, runs: Runs, names: list[str], usual: float) -> Ch
     got, want, baseline = (ROUNDED[check.name](seen) for seen in (runs.got, runs.want, runs.baseline))
     for key in names:
         for index, (x, base, reference) in enumerate(_parts(check.name, runs, got[key], baseline[key], want[key])):
-            largest = _largest(runs, (check.name, key, index), base, reference)
-            ratio, row = _spent(x, largest, reference, usual, runs.eps)
+            largest = _largest_errors(runs, (check.name, key, index), base, reference)
+            ratio, row = _budget_used(x, largest, reference, usual, runs.eps)
             place = index * (want[key].shape[1] // runs.num_chunks) + row if check.name in _POSITIONED else None
             if not check.add(key, ratio, place) and check.name in _SCALARS:
                 check.note = f"{got[key]:.6g} at cp=N, {want[key]:.6g} at cp=1"
@@ -223,14 +224,14 @@ def _stepped(runs: Runs) -> Check:
     return check
 
 
-def _usual(pairs: Any) -> float:
+def _usual_error(pairs: Any) -> float:
     """Return the upper quartile of the baseline's largest errors, relative to the largest values."""
     sizes = [(_error(base, want)[0], want.double().abs().max().item()) for base, want in pairs]
     errors = [error / size if size > 0 else 0.0 for error, size in sizes]
     return float(torch.tensor(errors, dtype=torch.float64).quantile(0.75)) if errors else 0.0
 
 
-def _largest(runs: Runs, key: tuple[str, str, int], base: Tensor, want: Tensor) -> Extent:
+def _largest_errors(runs: Runs, key: tuple[str, str, int], base: Tensor, want: Tensor) -> Extent:
     """Return the largest errors of all baselines; NaN if one is."""
     errors = [_error(base, want), *(more[key] for more in runs.more if key in more)]
     maximum, mean = torch.tensor(errors, dtype=torch.float64, device="cpu").amax(0).tolist()
@@ -241,14 +242,14 @@ def _error(x: Tensor, want: Tensor) -> Extent:
     return _extent((x.double() - want.double()).abs())
 
 
-def _spent(got: Tensor, allowed: Extent, want: Tensor, usual: float, eps: float) -> tuple[float, int]:
+def _budget_used(got: Tensor, allowed: Extent, want: Tensor, usual: float, eps: float) -> tuple[float, int]:
     """Return error over budget (the worse of maximum and mean) and the first row (dim 1) that exceeds it."""
     want = want.double()
     error = (got.double() - want).abs()
     if not torch.isfinite(error).all():
         error = error.nan_to_num(float("inf"), float("inf"))
     limits = [2 * max(a, usual * b) + eps * b for a, b in zip(allowed, _extent(want.abs()), strict=True)]
-    ratios = [_over(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
+    ratios = [_error_over_limit(e, limit) for e, limit in zip(_extent(error), limits, strict=True)]
     rows = error.movedim(1, 0).flatten(1).amax(1) > limits[0] if error.dim() > 1 else torch.zeros(1, dtype=torch.bool)
     return max(ratios), int(rows.nonzero()[0]) if rows.any() else 0
 
@@ -258,6 +259,6 @@ def _extent(x: Tensor) -> Extent:
     return x.max().item(), x.mean().item()
 
 
-def _over(error: float, limit: float) -> float:
+def _error_over_limit(error: float, limit: float) -> float:
     """Return error over limit: infinity if the limit is 0, or infinite because the baseline is."""
     return 0.0 if error == 0 else error / limit if 0 < limit < float("inf") else float("inf")

@@ -158,9 +158,9 @@ class LayerMasks:
     def positions(self) -> list[int]:
         """Positions to change.
 
-        The last token before the longest document; in that document the first and last tokens, two in the middle (at
-        least one of which does not start a chunk) and one after them; and the first token of the last document and the
-        one before it.
+        - of the longest document: the token before it, its first and last tokens, two in the middle (at least one of
+          which does not start a chunk), and one after these;
+        - of the last document: the token before it and its first token.
         """
         start, stop = max(self.data.documents, key=lambda x: x[1] - x[0])
         middle, last = (start + stop) // 2, self.data.documents[-1][0]

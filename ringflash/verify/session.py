@@ -227,9 +227,9 @@ class Session:
     def _may_reach(self) -> dict[int, Tensor]:
         """Return the positions to change, each with those that it may reach: (seqlen,), bool.
 
-        With a causal mask: the last token of every document, which no other token sees, and the middle of the first
-        one; of documents that others continue, none, since most of the sequence may see them. Otherwise: the middle of
-        every second document; the documents between them must not change.
+        With a causal mask: the last token of every document, which no other token sees, and the middle token of the
+        first. None in documents that others continue: most of the sequence may see these. Without a causal mask: the
+        middle token of every second document; the documents between them must not change.
         """
         documents, reach = self.data.documents, None
         beyond = self.settings.bidirectional and self.settings.global_tokens  # a global token may see later ones

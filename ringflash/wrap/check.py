@@ -1,10 +1,10 @@
 """Comparison of a wrapped module on the ring with itself on the whole sequence, for errors that wrapping cannot see.
 
 check_runs
-  ring, whole    a run on shards, and one on the whole sequence: the inputs of every attention, what other layers are
-                 given, what the outermost modules return, each by position; and the loss
-  both, 3 times  with random numbers, which are those of the positions, in place of what the last layers return: a model
-                 that was just initialised has nearly the same loss for every token, so that a wrong mean would pass
+  ring, whole    a run on shards, and one on the whole sequence. Compared by position: the inputs of every attention,
+                 what other layers are given, what the outermost modules return. Compared once: the loss
+  both, 3 times  with a random number for each position in place of what the last layers return. (A new model has nearly
+                 the same loss for every token, so a wrong mean would pass.)
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
     Args:
         module: from `wrap_attention`.
         run: run(group) calls the module on a batch sharded over `group`, run(None) on the whole batch, with attention
-            as before wrapping. The batch must be equal on every rank. It may return the loss, whose mean over the ranks
-            must be that of the whole sequence (or 1 / cp_size of it), or tensors (batch, seqlen, ...).
+            as before wrapping. The batch must be equal on every rank. It may return tensors (batch, seqlen, ...), or
+            the loss: averaged over the ranks, it must equal the loss of the whole sequence, or 1 / cp_size of it.
     Raises:
         ValueError: tensors that differ by more than sqrt(eps) of the largest value, or losses; on every rank, with the
             first layer. They are the inputs of every attention, what the module returns, and what its layers are given,
@@ -100,8 +100,8 @@ class _Losses:
     """Comparison of the losses of runs.
 
     Args:
-        shares: what the mean over the ranks may be, as a share of the loss of the whole sequence; 1 / cp_size is that
-            of a run that multiplies its loss by cp_size itself, which it does on the whole sequence as well.
+        shares: allowed values of (mean over the ranks) / (loss of the whole sequence). A run that multiplies its loss
+            by cp_size itself does so on the whole sequence too, and has 1 / cp_size.
     """
 
     name: str

@@ -235,6 +235,11 @@ EDITS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     "routers": ("llama", _edit("output_router_logits", True), "output_router_logits must be"),
     "kinds": ("llama", _edit("layer_types", ["linear_attention"] * 2), "layer_types must be"),
     "head": ("llama", lambda m: m.lm_head.register_forward_hook(_halve), "Linear with a forward hook, tests.distri"),
+    "head_backward": (
+        "llama",
+        lambda m: m.lm_head.register_full_backward_pre_hook(_halve),
+        "Linear with a backward hook, tests.distri",
+    ),
     "prune": ("llama", lambda m: l1_unstructured(m.lm_head, "weight", 0.5), "Linear with a forward hook, torch.nn"),
     "head_forward": ("llama", lambda m: setattr(m.lm_head, "forward", _halve), "Linear with a forward of its own"),
     "hook": (
@@ -242,6 +247,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         lambda m: m.register_forward_hook(_halve),
         "LlamaForCausalLM must have no forward or",
     ),
+    "hook_backward": ("llama", lambda m: m.register_full_backward_hook(_halve), "got a backward hook, tests.distri"),
     "forward": ("llama", lambda m: setattr(m, "forward", _halve), "got a forward that was set on the object, which"),
     "loss": ("llama", lambda m: setattr(m, "loss_function", _halve), "loss_function must be transformers' own of"),
 }

@@ -91,9 +91,7 @@ def check_refusals() -> None:
 
     packed = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, -1)
     assert_refused(lambda: shard(position_ids=packed), "packed documents must be one row on a ring, got 2; set")
-    assert_refused(
-        lambda: shard(seq_lens=ids), "and may have position_ids and attention_mask, got ['input_ids', 'labels'"
-    )
+    assert_refused(lambda: shard(seq_lens=ids), "may have position_ids and attention_mask, got ['input_ids', 'labels'")
     assert_refused(lambda: shard(position_ids=torch.arange(1, 41)[None]), "must count from 0", ValueError)
     left = torch.ones_like(ids)
     left[0, :3] = 0

@@ -4,8 +4,6 @@ A grid of all products would be some 20,000 runs. Masks meet each other and both
 shape; shapes meet one another on one mask; the rest are single variations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

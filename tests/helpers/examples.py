@@ -1,7 +1,5 @@
 """Examples of the documents."""
 
-from __future__ import annotations
-
 import re
 
 from tests.recipes.launching import ROOT

@@ -7,8 +7,6 @@ The ranks begin with calls that succeed; then one of them dies, raises or sleeps
 shared memory of CPU processes, in the middle of one.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.lanes import T, ViewCache
 
+Work = Callable[[], None]
 CALLER = "caller"  # stream on which calls are made
 
 
@@ -230,9 +231,7 @@ def _places(shape: tuple[int, ...], strides: tuple[int, ...], first_byte: int, i
     for size, stride in zip(shape[:-1], strides[:-1], strict=True):
         starts = (starts[:, None] + np.arange(size) * stride).ravel()
     run = (1 << shape[-1] * itemsize // 2) - 1
-    return functools.reduce(
-        lambda bits, start: bits | run << start, ((first_byte + starts * itemsize) // 2).tolist(), 0
-    )
+    return functools.reduce(lambda bits, at: bits | run << at, ((first_byte + starts * itemsize) // 2).tolist(), 0)
 
 
 class Point(NamedTuple):
@@ -286,9 +285,7 @@ class RecordedMemory:
             self.areas[key] = torch.empty(self.sizes[name], dtype=torch.uint8)
         return self.areas[key][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def make_transfer(
-        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
-    ) -> Callable[[], None]:
+    def make_transfer(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Work:
         return lambda: self.process.work(what, [x.source for x in incoming], [x.target for x in incoming])
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
@@ -315,9 +312,7 @@ class RecordedMemory:
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Point], *, urgent: bool = False
-    ) -> Point:
+    def run_in_lane(self, lane: str, work: Work, after: Sequence[Point], *, urgent: bool = False) -> Point:
         self.process.place()
         before, self.process.stream = self.process.stream, f"{self.key} {lane}"
         self.lanes.add(self.process.stream)
@@ -349,9 +344,7 @@ class RecordedMessages(RecordedMemory):
     def barrier(self, channel: int) -> None:
         pass
 
-    def make_transfer(
-        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
-    ) -> Callable[[], None]:
+    def make_transfer(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Work:
         received = [x for x in incoming if x.source is None]
         own = [x for x in incoming if x.source is not None]
 

@@ -1,7 +1,5 @@
 """Tiny hybrid models of transformers, of whose code every fp32 is replaced by fp64, so that parity can be exact."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from functools import cache

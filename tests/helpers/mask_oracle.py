@@ -1,7 +1,5 @@
 """Attention under a kernel's mask, written out plainly: the oracle in fp64, the baseline in a low dtype; and inputs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

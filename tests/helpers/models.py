@@ -1,7 +1,5 @@
 """Tiny transformers models and inputs of the Hugging Face tests, alike in every call."""
 
-from __future__ import annotations
-
 import torch
 
 from ringflash import huggingface

@@ -3,8 +3,6 @@
 Covers tensors that Python code allocates (`torch.empty`, `empty_like`, `new_empty`), in floating point.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

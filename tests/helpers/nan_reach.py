@@ -1,7 +1,5 @@
 """Gradients that a value which is not finite reaches in exact arithmetic, for tests of the backward."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -7,8 +7,6 @@ fp64 is the truth; what the same step loses in the lower dtype of the ranks, in 
 (ringflash/testing/tolerance.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from statistics import median

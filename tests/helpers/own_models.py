@@ -1,7 +1,5 @@
 """Small models as users write them, for wrapping: each takes tokens and their positions, and returns logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

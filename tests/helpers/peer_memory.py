@@ -5,8 +5,6 @@ moment up to `DELAY_S` after it was posted, so that a wait or a barrier that is 
 host of each rank also pauses at random, so that ranks drift apart.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -31,6 +29,7 @@ from ringflash.comm.transport import NcclGather, PointToPoint
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.lanes import T, ViewCache
 
+Work = Callable[[], None]
 DELAY_S = 0.004
 TIMEOUT_S = 20.0
 _CHANNELS = 5  # of barriers
@@ -104,18 +103,14 @@ class SharedMemory(Threads):
         paths[self.rank].write_bytes(bytes(num_bytes))
         self.kept.drop(name)
         dist.barrier(self.group)
-        self.areas[name] = [
-            torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8) for path in paths
-        ]
+        self.areas[name] = [torch.from_file(str(x), shared=True, size=num_bytes, dtype=torch.uint8) for x in paths]
         dist.barrier(self.group)
         paths[self.rank].unlink()
 
     def view(self, name: str, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self.areas[name][rank][: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def make_transfer(
-        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
-    ) -> Callable[[], None]:
+    def make_transfer(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Work:
         def move() -> None:
             for target, _, source in incoming:
                 target.copy_(source)
@@ -135,16 +130,14 @@ class SharedMemory(Threads):
     def num_posted(self) -> int:
         return int(self.barriers[:, self.rank].sum())
 
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
-    ) -> Later:
+    def run_in_lane(self, lane: str, work: Work, after: Sequence[Later], *, urgent: bool = False) -> Later:
         if lane not in self.threads:
             self.threads[lane] = ThreadPoolExecutor(1)
         before = [self.last[lane]] if lane in self.last else []  # a lane does nothing more after an error
         self.last[lane] = Later(self.threads[lane].submit(self._run, work, (*before, *after)))
         return self.last[lane]
 
-    def _run(self, work: Callable[[], None], after: tuple[Later, ...]) -> None:
+    def _run(self, work: Work, after: tuple[Later, ...]) -> None:
         self.wait(*after)
         self._dawdle()
         with torch.no_grad():
@@ -235,14 +228,14 @@ class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
         return super().cached((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)
 
     def run_in_lane(  # type: ignore[override]
-        self, lane: str, work: Callable[[], None], after: Sequence[Later], *, urgent: bool = False
+        self, lane: str, work: Work, after: Sequence[Later], *, urgent: bool = False
     ) -> Later:
         if lane not in self.threads:
             self.threads[lane] = ThreadPoolExecutor(1, lane)
         ticket = next(self.issued) if lane in ("pull", "end") else None
         return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
 
-    def _run(self, work: Callable[[], None], after: tuple[Later, ...], ticket: int | None) -> None:
+    def _run(self, work: Work, after: tuple[Later, ...], ticket: int | None) -> None:
         self.wait(*after)
         time.sleep(self.random.choice((0.0, 0.0, DELAY_S * self.random.random())))
         self.ticket.number = ticket
@@ -254,9 +247,7 @@ class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
                 self.begun += 1
                 self.turn.notify_all()
 
-    def make_transfer(
-        self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str
-    ) -> Callable[[], None]:
+    def make_transfer(self, incoming: Sequence[Incoming], outgoing: Sequence[Outgoing], what: str) -> Work:
         move = super().make_transfer(incoming, outgoing, what)
 
         def in_turn() -> None:

@@ -1,7 +1,5 @@
 """Models as `ringflash plan` reads them, each once in a process: that of 30 billion parameters takes seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import cache

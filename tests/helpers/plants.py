@@ -1,7 +1,5 @@
 """Trainings of a tiny model, right and with one mistake each, as a user would hand them to `ringflash verify`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -28,6 +26,7 @@ from tests.helpers.models import build
 
 Group = dist.ProcessGroup | None
 Plant = Callable[[Group], Training]
+Batch = dict[str, Any]
 
 
 def right(group: Group, kind: str = "llama") -> Training:
@@ -60,13 +59,11 @@ def on_the_ring(change: Callable[[Training], object], rank: int | None = None) -
     return changed(lambda training, group: group is None or rank not in (None, group.rank()) or change(training))
 
 
-def with_batch(
-    change: Callable[[dict[str, Any], Group], dict[str, Any]], build: Callable[..., Training] = right
-) -> Plant:
+def with_batch(change: Callable[[Batch, Group], Batch], build: Callable[..., Training] = right) -> Plant:
     """A training whose batch has other entries."""
 
     def replace_prepare(training: Training, group: Group) -> None:
-        def prepare(*args: Any, **options: Any) -> dict[str, Any]:
+        def prepare(*args: Any, **options: Any) -> Batch:
             batch = huggingface.prepare_batch(*args, **options)
             return batch | change(batch, group)
 
@@ -102,7 +99,7 @@ class Around(nn.Module):
 def _rotate_by_row(training: Training, group: Group) -> None:
     """The model rotates by the row of the shard, whatever the batch says."""
 
-    def count_rows(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    def count_rows(module: nn.Module, args: tuple[Tensor, ...], kwargs: Batch) -> Any:
         return args, kwargs | {"position_ids": torch.arange(args[0].shape[1])[None]}
 
     training.module.get_submodule("model.model.rotary_emb").register_forward_pre_hook(count_rows, with_kwargs=True)
@@ -110,9 +107,7 @@ def _rotate_by_row(training: Training, group: Group) -> None:
 
 hidden_local_positions = changed(_rotate_by_row)
 hidden_local_positions_in_fp8 = changed(_rotate_by_row, right_in_fp8)
-local_positions_in_batch = with_batch(
-    lambda batch, _: {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
-)
+local_positions_in_batch = with_batch(lambda x, _: {"position_ids": torch.arange(x["input_ids"].shape[1])[None]})
 
 
 def unshifted(labels: Tensor) -> Tensor:
@@ -129,7 +124,7 @@ def labels_shifted_in_batch(group: Group) -> Training:
     """The batch shards the labels and shifts the shard."""
     training = right(group)
 
-    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> Batch:
         batch = huggingface.prepare_batch(input_ids, labels=labels, **kwargs)
         return batch | {"shift_labels": shift(layout.shard_sequence(unshifted(labels), group))}
 
@@ -140,7 +135,7 @@ def labels_shifted_in_batch(group: Group) -> Training:
 def labels_shifted_in_module(group: Group) -> Training:
     """The module shifts the labels in its forward, where the sequence is already cut."""
 
-    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> dict[str, Any]:
+    def prepare(input_ids: Tensor, *, labels: Tensor, **kwargs: Any) -> Batch:
         batch = huggingface.prepare_batch(input_ids, labels=labels, **kwargs)
         del batch["shift_labels"]
         return batch | {"labels": layout.shard_sequence(unshifted(labels), group)}
@@ -174,7 +169,7 @@ def eval_loss_summed(group: Group) -> Training:
     """The evaluation adds the ranks' losses up."""
     training = right(group)
 
-    def evaluate(module: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def evaluate(module: nn.Module, batch: Batch) -> Tensor:
         loss = module(**batch)
         if group is not None:
             dist.all_reduce(loss, group=group)
@@ -232,9 +227,7 @@ def _part(training: Training, name: str) -> Any:
 
 
 other_weights = on_the_ring(lambda training: nn.init.ones_(_part(training, "lm_head").weight))
-other_step_on_rank_1 = on_the_ring(
-    lambda training: setattr(training, "optimizer", partial(torch.optim.SGD, lr=0.02)), rank=1
-)
+other_step_on_rank_1 = on_the_ring(lambda x: setattr(x, "optimizer", partial(torch.optim.SGD, lr=0.02)), rank=1)
 other_last_norm = on_the_ring(lambda training: setattr(_part(training, "model.norm"), "variance_epsilon", 1e-4))
 
 

@@ -8,8 +8,6 @@ the error; if one hangs, the stacks of all are. Either way the processes are rep
 A body is a test by itself with `@on_ranks(2)`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib

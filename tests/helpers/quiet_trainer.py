@@ -1,7 +1,5 @@
 """Lightning's trainer for tests."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

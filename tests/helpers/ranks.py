@@ -6,8 +6,6 @@ Ranks that stay and run functions are in tests/helpers/pool.py; commands that a 
 tests/recipes/launching.py.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The recipes' model with values drawn from a seed, for tests that use it without a Lightning trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -14,9 +12,14 @@ from ringflash.memory import Memory
 
 
 def build_model(
-    config: dict[str, Any], group: dist.ProcessGroup | None, seed: int, memory: Memory | None = None
-) -> CausalLMWithLoss:
+    config: dict[str, Any], group: dist.ProcessGroup | None, seed: int = 0, memory: Memory | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> CausalLMWithLoss:  # fmt: skip
     """Build the model of `CausalLM` on the CPU."""
-    model = empty_model(config, group, memory or Memory())
-    draw_weights(model.model, torch.device("cpu"), seed)
+    torch.set_default_dtype(dtype)
+    try:
+        model = empty_model(config, group, memory or Memory())
+        draw_weights(model.model, torch.device("cpu"), seed)
+    finally:
+        torch.set_default_dtype(torch.float32)
     return model

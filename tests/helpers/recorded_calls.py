@@ -4,8 +4,6 @@ HeadGather, GatheredKV, GradientReturn, HeadExchange and Ulysses run for one ran
 are replaced by lists of the tensors that they read and write. Sections have one KV head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Bad calls of `ring_attention`, and what every rank must answer to them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -80,6 +78,11 @@ def _set(**values: Any) -> Change:
     return lambda ctx, arguments: arguments.update(values)
 
 
+def _each(*changes: Change) -> Change:
+    """All of these changes."""
+    return lambda ctx, arguments: [change(ctx, arguments) for change in changes] and None
+
+
 def _last_rank(change: Change) -> Change:
     """The change on one rank only; the others make a good call."""
     return lambda ctx, arguments: change(ctx, arguments) if ctx.rank == ctx.size - 1 else None
@@ -103,11 +106,6 @@ def _trees(parents: list[int], bidirectional: list[int] | None = None, global_to
         arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both, global_tokens)
 
     return change
-
-
-def _batch_of_documents(ctx: Context, arguments: dict[str, Any]) -> None:
-    _tensors(lambda name, x: x.expand(2, -1, -1, -1))(ctx, arguments)
-    _cu_seqlens(lambda n: [0, n])(ctx, arguments)
 
 
 def _rows_on_last_rank(number: int) -> Change:
@@ -172,9 +170,7 @@ REFUSALS: dict[str, Refusal] = {
     "scale_no_number": _wrong("positive and finite, got nan; leave", _set(softmax_scale=float("nan"))),
     "scale_without_end": _wrong("softmax_scale must be positive and finite, got inf", _set(softmax_scale=float("inf"))),
     "one_rank_more_rows": _wrong(SAME + "call .*row 0 of 1.*row 0 of 2", _rows_on_last_rank(2)),
-    "one_rank_wide_v": _wrong(
-        "v must have the shape of k", _last_rank(lambda c, a: a.update(v=torch.cat((a["v"], a["v"]), -1)))
-    ),
+    "one_rank_wide_v": _wrong("v must have the shape of k", _last_rank(lambda c, a: a.update(v=a["v"].tile(2)))),
     "scale_to_learn": _wrong(
         "must be a number, .*multiply q by it", _last_rank(_set(softmax_scale=torch.ones((), requires_grad=True)))
     ),
@@ -196,12 +192,13 @@ REFUSALS: dict[str, Refusal] = {
     "cu_seqlens_empty": _wrong("cu_seqlens must ascend", _cu_seqlens(lambda n: [0, 5, 5, n])),
     "cu_seqlens_local": _wrong(r"end at the global .*\(\d+\), got 8; give", _cu_seqlens(lambda n: [0, LENGTH])),
     "cu_seqlens_long": _wrong("must end at the global sequence", _cu_seqlens(lambda n: [0, n + 1])),
-    "cu_seqlens_dtype": _wrong(
-        "be 1-D int32, or .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)
-    ),
+    "cu_seqlens_dtype": _wrong("1-D int32, .* got 1-D torch.int64; pass", _cu_seqlens(lambda n: [0, n], torch.int64)),
     "cu_seqlens_scalar": _wrong("must be 1-D int32", _cu_seqlens(lambda n: n)),
     "cu_seqlens_matrix": _wrong("must be 1-D int32", _cu_seqlens(lambda n: [[0, n]] * 9)),
-    "cu_seqlens_batch": _wrong("batch must be 1 with cu_seqlens", _batch_of_documents),
+    "cu_seqlens_batch": _wrong(
+        "batch must be 1 with cu_seqlens",
+        _each(_tensors(lambda name, x: x.expand(2, -1, -1, -1)), _cu_seqlens(lambda n: [0, n])),
+    ),
     "dropout": Refusal("TypeError", "dropout_p", _set(dropout_p=0.1)),
     "bias": Refusal("TypeError", "attn_bias", _set(attn_bias=None)),
     "alibi": Refusal("TypeError", "alibi_slopes", _set(alibi_slopes=None)),
@@ -229,28 +226,26 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "balanced_over_hosts": _missing(
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'balanced'",
-        lambda c, a: a.update(layout="balanced", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+        _each(_set(layout="balanced", transport="ulysses"), _cu_seqlens(lambda n: [0, n])),
     ),
     "document_that_is_not_divisible": _wrong(
         r"each document must have a length divisible by 2 \* cp_size .* got 3 tokens from 0; pad each \(pad_sequence",
-        lambda c, a: a.update(layout="documents") or _cu_seqlens(lambda n: [0, 3, n])(c, a),
+        _each(_set(layout="documents"), _cu_seqlens(lambda n: [0, 3, n])),
     ),
     "documents_over_hosts": _missing(
         "layout must be 'zigzag', 'striped' or 'contiguous' with transport 'ulysses', got 'documents'",
-        lambda c, a: a.update(layout="documents", transport="ulysses") or _cu_seqlens(lambda n: [0, n])(c, a),
+        _each(_set(layout="documents", transport="ulysses"), _cu_seqlens(lambda n: [0, n])),
     ),
     "ranks_differ_in_balanced_documents": _wrong(
         SAME + "cu_seqlens",
-        lambda c, a: a.update(layout="balanced") or _cu_seqlens(lambda n: [0, 3 + (c.rank == 0), n])(c, a),
+        lambda c, a: _each(_set(layout="balanced"), _cu_seqlens(lambda n: [0, 3 + (c.rank == 0), n]))(c, a),
     ),
     "parents_order": _wrong("parents must order documents depth first, got 1 for document 3", _trees([-1, 0, 0, 1])),
     "parents_ahead": _wrong("parents must order documents depth first, got 2", _trees([-1, 2, -1])),
-    "parents_not_causal": _wrong(
-        "causal must be True with parents", lambda c, a: a.update(causal=False) or _trees([-1, 0])(c, a)
-    ),
+    "parents_not_causal": _wrong("causal must be True with parents", _each(_set(causal=False), _trees([-1, 0]))),
     "global_tokens_not_causal": _wrong(
         "causal must be True with parents, bidirectional documents or global tokens",
-        lambda c, a: a.update(causal=False) or _trees([-1, -1], global_tokens=1)(c, a),
+        _each(_set(causal=False), _trees([-1, -1], global_tokens=1)),
     ),
     "global_tokens_before_branches": _wrong(
         "global_tokens must include all of a document that several continue, got 1", _trees([-1, 0, 0], global_tokens=1)
@@ -260,7 +255,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "bidirectional_right_window": _wrong(
         r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
-        lambda c, a: a.update(window_size=(3, 2)) or _trees([-1, 0], [1, 0])(c, a),
+        _each(_set(window_size=(3, 2)), _trees([-1, 0], [True, False])),
     ),
     "ranks_differ_in_parents": _wrong(
         SAME + "cu_seqlens 4 bounds in a table, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)

@@ -3,8 +3,6 @@
 Each rank computes the oracle by itself from the same seed, so that nothing but the call under test communicates.
 """
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple, Protocol
 

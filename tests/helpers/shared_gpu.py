@@ -5,8 +5,6 @@ own, and messages pass through sockets; symmetric memory has a variable that all
 left out. The processes take turns on the GPU.
 """
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -1,7 +1,5 @@
 """Tiny transformers models of images and prefixes whose tokens see one another, and their inputs."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock

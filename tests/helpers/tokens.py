@@ -1,15 +1,24 @@
-"""Small inputs of token files, and what must be read from them."""
-
-from __future__ import annotations
+"""Small tokenizers and inputs of token files, and what must be read from them."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ringflash.data.files import TokenFiles
 from ringflash.data.format import HEADER, Header, write_json, write_shard
+
+
+def word_tokenizer(words: Sequence[str], split: Any, **special: str) -> Any:
+    """A tokenizer of transformers with a token for each of these words, the first of which stands for others."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    made.pre_tokenizer = split
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token=words[0], **special)
 
 
 def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:

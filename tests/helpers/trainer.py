@@ -1,7 +1,5 @@
 """transformers' Trainer in a worker of the pool, on one process or on a ring: what its training was."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from functools import cache
@@ -12,6 +10,7 @@ import torch
 from accelerate import DistributedType, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
+from tokenizers import pre_tokenizers
 from transformers import (
     DataCollatorWithFlattening,
     Seq2SeqTrainer,
@@ -27,6 +26,7 @@ from ringflash.comm.seeding import seeded
 from tests.helpers import models, span_models
 from tests.helpers.one_step import one_process, worst
 from tests.helpers.pool import Context
+from tests.helpers.tokens import word_tokenizer
 
 
 def sequences(count: int, length: int = 21, prefixes: bool = False) -> list[dict[str, list[int]]]:
@@ -216,13 +216,8 @@ def plain_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def tokenizer() -> Any:
     """One token for each letter of "a" to "z" and a space; padding and the end are two more tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<pad>", "<eos>", *" abcdefghijklmnopqrstuvwxyz"]
-    fast = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="<pad>", eos_token="<eos>")
+    return word_tokenizer(words, pre_tokenizers.Split("", "isolated"), pad_token="<pad>", eos_token="<eos>")
 
 
 PROMPTS = ("sort this", "a", "count to ten", "say it")

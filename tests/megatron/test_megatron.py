@@ -34,6 +34,8 @@ from ringflash.megatron import core_attention, with_ring
 from ringflash.megatron.core_attention import RingCoreAttention
 from ringflash.megatron.layer_spec import RingLayer
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[2]
 ENGINE = Path(__file__).parent / "engine"  # a stand-in for Transformer Engine
 MODELS = ("dense", "window", "packed", "packed window", "latent", "packed latent", "experts")
@@ -87,15 +89,19 @@ def largest_error(got: dict[str, Any], want: dict[str, Any]) -> float:
     return float(torch.stack(errors).max())
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", MODELS)
-def test_training_equals_one_process(results: Results, case: str, size: int) -> None:
-    want = results(1, f"{case} alone")[0]
+EQUAL = [
+    *((size, case, f"{case} alone") for case in MODELS for size in (2, 4)),
+    *((2, case, f"{case} alone") for case in ENGINE_MODELS),  # Megatron's classes and specs for it, over a stand-in
+    *((2, case, "packed alone") for case in ("recomputed", "recomputed layers")),  # in the backward
+]
+
+
+@pytest.mark.parametrize("size, case, alone", EQUAL)
+def test_training_equals_one_process(results: Results, size: int, case: str, alone: str) -> None:
+    want = results(1, alone)[0]
     assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(size, case))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "case, of_rank",
     [("tensor parallel", (0, 1, 0, 1)), ("sequence parallel", (0, 1, 0, 1)), ("pipeline", (0, 0, 1, 1))],
@@ -107,22 +113,6 @@ def test_training_equals_other_parallelism(results: Results, case: str, of_rank:
         assert largest_error(got, want[rank]) <= RELATIVE_ERROR
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ENGINE_MODELS)
-def test_layers_of_transformer_engine_on_a_ring(results: Results, case: str) -> None:
-    """Megatron's classes and specs for it, over a stand-in."""
-    want = results(1, f"{case} alone")[0]
-    assert all(largest_error(got, want) <= RELATIVE_ERROR for got in results(2, case))
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ["recomputed", "recomputed layers"])
-def test_training_equals_one_that_keeps_attention(results: Results, case: str) -> None:
-    """With packed documents of which the backward computes attention, or whole layers, again."""
-    assert largest_error(results(2, case)[0], results(1, "packed alone")[0]) <= RELATIVE_ERROR
-
-
-@pytest.mark.timeout(900)
 def test_training_notices_attention_to_a_shard(results: Results) -> None:
     assert largest_error(results(2, "dense wrong")[0], results(1, "dense alone")[0]) > 1000 * RELATIVE_ERROR
 

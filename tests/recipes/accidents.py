@@ -1,7 +1,5 @@
 """Accidents of machines, as callbacks of a run: `--trainer.callbacks+=tests.recipes.accidents.Crash`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The ranks of this tier: without a group, as torchrun starts them, for the tests of one file; and their folders."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 

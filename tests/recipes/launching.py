@@ -1,7 +1,5 @@
 """Start commands as a user would, and end all of their processes when they take too long."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

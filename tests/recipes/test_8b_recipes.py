@@ -4,8 +4,6 @@ Two gloo processes on the CPU, without the launcher (test_lightning_recipes.py h
 `ringflash plan` says, not a measurement.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path
@@ -111,9 +109,7 @@ def test_recipe_of_experts_trains(folder: Path) -> None:
         ("qwen3_30b_a3b_pretrain", "1m_cp8_8gpus", 1 << 15),  # a million tokens over eight GPUs fit in tiles only
     ],
 )
-def test_recipe_is_planned_to_fit_an_h200(
-    model: str, length: str, tile: int | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_fits_an_h200(model: str, length: str, tile: int | None, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/recipes.md has them."""
     recipes, gpus = [str(FOLDER / f"{name}.yaml") for name in (model, length)], LENGTHS[length]
     flags = [] if tile is None else ["--model.memory.mlp_tile_tokens", str(tile)]

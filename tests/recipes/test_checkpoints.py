@@ -4,8 +4,6 @@ Two gloo processes on the CPU. Accidents are planted in the class of torch that 
 resuming are in test_launch_recovery.py and test_lightning_recipes.py.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -31,7 +29,7 @@ from ringflash.lightning.checkpoints import COMPLETE, WRITTEN_AT
 from ringflash.lightning.module import empty_model
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import quiet_trainer
-from tests.recipes.launching import Run
+from tests.recipes.launching import Run, write_text
 from tests.recipes.test_strategy import CONFIG
 
 STEPS = 5
@@ -57,10 +55,15 @@ class Hostile:
 
 
 class Saves(lightning.Callback):
-    """Saves to the given names after the given steps; notes what is whole at the end of each step."""
+    """Saves to the given names after the given steps, and then asks for the removal of others, as ModelCheckpoint does.
 
-    def __init__(self, saves: dict[int, list[Path]], after: threading.Event | None = None) -> None:
-        self.saves, self.after = saves, after
+    Notes what is whole at the end of each step.
+    """
+
+    def __init__(
+        self, saves: dict[int, list[Path]], after: threading.Event | None = None, removes: dict[int, Path] | None = None
+    ) -> None:
+        self.saves, self.after, self.removes = saves, after, removes or {}
         self.whole: list[list[bool]] = []
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -71,6 +74,8 @@ class Saves(lightning.Callback):
             self.after.set()
         for path in self.saves.get(trainer.global_step, []):
             trainer.save_checkpoint(path)
+        if (older := self.removes.get(trainer.global_step)) is not None:
+            trainer.strategy.remove_checkpoint(older)
 
 
 def fit(
@@ -141,6 +146,22 @@ def test_kept(ctx: Context, run: Run) -> None:
     """The last two of five are there, with nothing else in the folder."""
     first_training(run)
     assert {path.name for path in (run.out / "kept").iterdir()} == {"epoch=0-step=4.ckpt", "epoch=0-step=5.ckpt"}
+
+
+@on_ranks(2)
+def test_other_files_on_a_rank(ctx: Context, run: Run, tmp_path: Path) -> None:
+    """One rank does not see the checkpoint, has other text, or none: both fail, and none is left to wait."""
+    first_training(run)
+    folders = [write_text(tmp_path / f"{ctx.rank} {rank}", 60 + rank) for rank in range(2)]
+    mine, same = folders[ctx.rank], "^all ranks of the group must make the same call, got "
+    SameCheckpoint("a.ckpt").setup(None, None, "fit")
+    with pytest.raises(ValueError, match=same + r"ckpt_path a.ckpt \(rank 0\), "):
+        SameCheckpoint(None if ctx.rank else "a.ckpt").setup(None, None, "fit")
+    TextData(16, str(folders[0]), ".txt").read()
+    with pytest.raises(ValueError, match=same + r"fingerprints of the text \['"):
+        TextData(16, str(mine), ".txt").read()
+    with pytest.raises(ValueError, match="^folder must hold files that end in '.no', got none in .*0"):
+        TextData(16, str(folders[0]), ".no" if ctx.rank else ".txt").read()
 
 
 @on_ranks(2)
@@ -218,14 +239,18 @@ def test_synchronous(ctx: Context, run: Run) -> None:
 
 @on_ranks(2)
 def test_full_disk(ctx: Context, run: Run) -> None:
-    """Both ranks fail at the next save, or at the end; the checkpoint before is there, the one after not begun."""
+    """Both ranks fail at the next save, or at the end; the checkpoint before is there, the one after not begun.
+
+    `ModelCheckpoint` has asked for the removal of the one before when it could not know.
+    """
+    good = run.out / "good.ckpt"
     runs = {
-        "next": {1: [run.out / "good.ckpt"], 2: [run.out / "full.ckpt"], 4: [run.out / "later.ckpt"]},
+        "next": {1: [good], 2: [run.out / "full.ckpt"], 4: [run.out / "later.ckpt"]},
         "end": {2: [run.out / "full_end.ckpt"]},
     }
     with before_writing(disk_full_on_rank_1):
         for saves in runs.values():
-            callback = Saves(saves)
+            callback = Saves(saves, removes={2: good})
             error = message(lambda callback=callback: fit(run, [callback], steps=4))
             assert error.startswith("RuntimeError: a checkpoint was not written: OSError on rank 1: "), error
             assert "No space left on device" in error and "(seen on ranks [0, 1])" in error, error
@@ -384,8 +409,8 @@ def test_replaced_checkpoint_has_its_name_back(tmp_path: Path) -> None:
     assert {path.name for path in leftovers(tmp_path)} == {"a.ckpt.partial", "b.ckpt.replaced"}
 
 
-def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
-    """A checkpoint's own time counts, if it holds one: copies were made one by one, the oldest last."""
+def test_the_newest_has_the_latest_time_in_it(tmp_path: Path) -> None:
+    """Copies were made one by one, the oldest last. Without such times those of files count (test_launch.py)."""
     for name, noted, copied in (("step=9", 30, 1), ("step=2", 40, 2), ("step=7", 10, 3)):
         checkpoint = tmp_path / f"{name}.ckpt"
         checkpoint.mkdir()
@@ -393,10 +418,6 @@ def test_the_newest_is_the_one_that_was_completed_last(tmp_path: Path) -> None:
         (checkpoint / COMPLETE).touch()
         os.utime(checkpoint / COMPLETE, ns=(copied, copied))
     assert newest_checkpoint(tmp_path) == tmp_path / "step=2.ckpt"
-    for path in tmp_path.glob("*.ckpt"):
-        (path / WRITTEN_AT).unlink()
-        os.utime(path / COMPLETE, ns=(5, 5 + ("step=7" in path.name)))
-    assert newest_checkpoint(tmp_path) == tmp_path / "step=7.ckpt"
 
 
 def test_file_with_groups_of_other_names_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ It trains four steps by the command that launch/local.sh prints; continued from 
 the same bits.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -13,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from recipes.lightning.compare import newest_curve, read_losses
-from recipes.lightning.resume import newest_checkpoint
-from tests.recipes.launching import ROOT, run, train, write_text
-from tests.recipes.test_lightning_recipes import SCALED_DOWN
+from tests.recipes.launching import ROOT, run, train
+from tests.recipes.test_lightning_recipes import arguments as scaled_down
 
 pytest.importorskip("deepspeed")
 
@@ -23,10 +20,8 @@ RECIPES = ["recipes/lightning/quickstart.yaml", "--config", "recipes/deepspeed/q
 STEPS = 4
 
 
-def arguments(folder: Path, name: str, **flags: object) -> list[str]:
-    """The recipe on the folder's text, scaled down, with its results in the folder."""
-    here = {"output_dir": folder / name, "data.folder": write_text(folder / "text"), "trainer.plugins": "null"}
-    return [*RECIPES, *(f"--{key}={value}" for key, value in {**SCALED_DOWN, **here, **flags}.items())]
+def arguments(folder: Path, name: str, **flags: object) -> list[str | Path]:
+    return [*RECIPES, *scaled_down(folder, name, **{"trainer.plugins": "null"}, **flags)[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +62,6 @@ def test_resume_continues_exactly(folder: Path, quickstart: tuple[str, dict[int,
     flags = {"ckpt_path": "auto", "trainer.limit_val_batches": 0}
     train(*arguments(folder, "resumed", **flags), num_ranks=2, DS_ACCELERATOR="cpu")
     assert read_losses(newest_curve(folder / "resumed")) == {step: quickstart[1][step] for step in (2, 3)}
-
-
-def test_newest_checkpoint_is_found(folder: Path, quickstart: tuple[str, dict[int, float]]) -> None:
-    """`--ckpt_path auto` finds it once all ranks have written; not one that a crash has cut short."""
-    newest = newest_checkpoint(folder / "quickstart")
-    assert newest is not None and newest.name == f"epoch=0-step={STEPS}.ckpt"
-    cut_short = folder / "copied" / newest.name
-    shutil.copytree(newest, cut_short, ignore=shutil.ignore_patterns("complete"))
-    assert (cut_short / "latest").is_file() and newest_checkpoint(folder / "copied") is None
 
 
 def test_every_config_is_commented() -> None:

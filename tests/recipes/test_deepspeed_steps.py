@@ -3,8 +3,6 @@
 Two and four gloo processes on the CPU. Every rank has the same batches, so that one process in fp64 says what is right.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

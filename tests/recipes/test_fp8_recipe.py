@@ -4,8 +4,6 @@ Losses follow those in fp32, and are not the same. The metrics have MFU by both 
 torchao, whose import takes seconds, is in a separate folder of the environment (Makefile).
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -6,8 +6,6 @@ tests/recipes/accidents.py is what happens. SLURM's commands are stood in for by
 makes the hosts.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -15,13 +13,13 @@ import pytest
 import torch
 
 from recipes.lightning.compare import read_losses
-from recipes.lightning.resume import is_complete, newest_checkpoint
+from recipes.lightning.resume import newest_checkpoint
 from tests.recipes.accidents import STEP
-from tests.recipes.launching import PARTS, ROOT, run, train, write_scripts, write_text
-from tests.recipes.test_lightning_recipes import RECIPE, SCALED_DOWN
+from tests.recipes.launching import PARTS, ROOT, run, train, write_scripts
+from tests.recipes.test_lightning_recipes import arguments
 
 STEPS = 6
-FLAGS = {**SCALED_DOWN, "trainer.max_steps": STEPS, "trainer.num_sanity_val_steps": 0, "trainer.limit_val_batches": 0}
+FLAGS = {"trainer.max_steps": STEPS, "trainer.num_sanity_val_steps": 0, "trainer.limit_val_batches": 0}
 SRUN = '#!/usr/bin/env bash\nwhile [[ $1 != launch/* ]]; do shift; done\nexec tests/recipes/two_hosts.sh "$@"\n'
 SCONTROL = """#!/usr/bin/env bash
 if [[ $1 == show ]]; then printf '10.77.0.%s\\n' 0 1; else echo "scontrol $*"; fi
@@ -30,9 +28,8 @@ if [[ $1 == show ]]; then printf '10.77.0.%s\\n' 0 1; else echo "scontrol $*"; f
 
 def flags(folder: Path, name: str, accident: str | None = None) -> list[str | Path]:
     """The recipe on the folder's text, with its results in the folder, and what happens to it."""
-    values = {**FLAGS, "output_dir": folder / name, "data.folder": write_text(folder / "text")}
     happens = [f"--trainer.callbacks+=tests.recipes.accidents.{accident}"] if accident else []
-    return [RECIPE, *(f"--{key}={value}" for key, value in values.items()), *happens]
+    return [*arguments(folder, name, **FLAGS), *happens]
 
 
 def losses(folder: Path, version: int) -> dict[int, float]:
@@ -99,12 +96,3 @@ def test_crash_in_the_middle_of_a_write(folder: Path, uninterrupted: dict[int, f
     assert f"Removing {second}.partial, which a crash has left" in output
     assert losses(folder / "midway", 1) == {step: uninterrupted[step] for step in range(2, STEPS)}
     assert sorted((folder / "midway/version_0/checkpoints").iterdir()) == [first]
-
-
-def test_checkpoint_cut_short_is_passed_over(folder: Path, uninterrupted: dict[int, float]) -> None:
-    """A file system may lose a file's end: the first run would continue from the checkpoint before its last one."""
-    checkpoints = folder / "uninterrupted" / "version_0" / "checkpoints"
-    last = checkpoints / f"epoch=0-step={STEPS}.ckpt"
-    (last / "meta.pt").write_bytes((last / "meta.pt").read_bytes()[:-100])
-    assert not is_complete(last)
-    assert newest_checkpoint(folder / "uninterrupted") == checkpoints / f"epoch=0-step={STEPS - 2}.ckpt"

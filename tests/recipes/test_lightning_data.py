@@ -1,7 +1,5 @@
 """Text as packed sequences, the order in which data ranks draw them, and the sizes of the mesh. One process."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,9 +159,7 @@ def test_fast_dev_run_may_end_in_a_step() -> None:
 
 
 @pytest.mark.parametrize("num_nodes, world_size", [(1, 4), (2, 2)])
-def test_hosts_that_torchrun_did_not_start_are_refused(
-    monkeypatch: pytest.MonkeyPatch, num_nodes: int, world_size: int
-) -> None:
+def test_hosts_without_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, num_nodes: int, world_size: int) -> None:
     """Before processes join: a mesh of some of them would wait, or fail in torch."""
     started = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": 2}
     for name, value in (started | {"TORCHELASTIC_RUN_ID": "x"}).items():
@@ -197,10 +193,7 @@ def test_sizes_fill_the_world(data: int | str, context: int | str, world: int, s
             (data, context, rf"must be the number of ranks \(4\), got {data} \* {context}; start \d+ ranks, or set")
             for data, context in ((2, 3), ("auto", 3), (3, "auto"), (1, 2), ("auto", 8), (8, "auto"))
         ),
-        *(
-            ("auto", size, "context_parallel_size must be 'auto' or a positive integer, got")
-            for size in (0, -1, 1.5, "all")
-        ),
+        *(("auto", x, "context_parallel_size must be 'auto' or a positive integer, got") for x in (0, -1, 1.5, "all")),
     ],
 )
 def test_other_sizes_are_refused(data: int | str, context: int | str, message: str) -> None:

@@ -5,8 +5,6 @@ own, which borrows what is installed here; the other commands run in this proces
 `make test` are expanded, not run: this is the latter, and the former's recipe is tested elsewhere. CPU, 2 processes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

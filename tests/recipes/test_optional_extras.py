@@ -1,7 +1,5 @@
 """Errors for a user without an optional package. One process."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import venv
@@ -18,9 +16,7 @@ from tests.recipes.launching import run
     ("package", "module"),
     [("lightning", "lightning"), ("deepspeed", "deepspeed"), ("numpy", "data"), ("torchtitan", "torchtitan")],
 )
-def test_a_module_without_its_package_names_the_extra(
-    package: str, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_without_its_package_names_the_extra(package: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [x for x in sys.modules if x.split(".")[0] == package or x.startswith(f"ringflash.{module}")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)

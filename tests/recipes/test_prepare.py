@@ -1,7 +1,5 @@
 """`python -m recipes.data`: text, JSONL and parquet to token files, killed and continued, and its refusals. CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -15,11 +13,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tokenizers import pre_tokenizers
 
 from recipes.data.__main__ import _parser, main
 from recipes.data.prepare import SEPARATOR, load_tokenizer, prepare
 from tests.helpers.ranks import forked
-from tests.helpers.tokens import content, read_all, write_jsonl, write_tokens
+from tests.helpers.tokens import content, read_all, word_tokenizer, write_jsonl, write_tokens
 from tests.recipes.launching import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore:files below")
@@ -45,16 +44,18 @@ def write_inputs(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as save_pretrained writes it: a few words, <s> and </s>, which are tokens."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "Text": 3, "nichts": 4, ".": 5, "<": 6, "s": 7, ">": 8}
-    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
+    words = ["<unk>", "<s>", "</s>", "Text", "nichts", ".", "<", "s", ">"]
+    split = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Punctuation()])
     folder = tmp_path_factory.mktemp("tokenizer")
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    fast.save_pretrained(folder)
+    word_tokenizer(words, split, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def pyarrow() -> Any:
+    """pyarrow, with what it has for parquet."""
+    pytest.importorskip("pyarrow.parquet", reason="the extra ringflash[parquet] is not installed")
+    return pytest.importorskip("pyarrow")
 
 
 @pytest.fixture
@@ -120,27 +121,21 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         write_tokens(tmp_path / "small", [[3, 9]], 1, 9)
 
 
-def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+def test_parquet_rows_are_documents(tmp_path: Path, pyarrow: Any) -> None:
     """The text column, over several row groups; empty rows are left out."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
     table = pyarrow.table({"id": list(range(len(TEXTS) + 1)), "body": [*TEXTS, ""]})
-    parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=7)
+    pyarrow.parquet.write_table(table, tmp_path / "a.PARQUET", row_group_size=7)
     prepare([tmp_path], tmp_path / "out", text_field="body", shard_bytes=500)
     assert read_all(tmp_path / "out") == as_bytes(TEXTS) and len(content(tmp_path / "out")) > 2
     with pytest.raises(ValueError, match=r"parquet must have a column 'text', got \['id', 'body'\] in .*a.PARQUET"):
         prepare([tmp_path / "a.PARQUET"], tmp_path / "other")
 
 
-def test_parquet_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_parquet_that_cannot_be_read_is_named(tmp_path: Path, pyarrow: Any) -> None:
     """With the file, and where its text is not UTF-8 the row group."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
     ends = pyarrow.array([0, 1, 2], pyarrow.int32()).buffers()[1]
     text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, ends, pyarrow.py_buffer(b"a\xff")])
-    parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": text}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     with pytest.raises(ValueError, match="its text UTF-8, got .* 0xff .* in .*a.parquet, row group 0; correct the fi"):
         prepare([tmp_path / "a.parquet"], tmp_path / "a")
@@ -216,9 +211,7 @@ def test_what_an_interruption_may_leave_is_made_again(
     assert len(seen) == 2  # what was done, and the one shard made again
 
 
-@pytest.mark.parametrize(
-    "harm", [None, truncate, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))]
-)
+@pytest.mark.parametrize("harm", [None, truncate, Path.unlink, lambda x: x.write_bytes(bytes(x.stat().st_size))])
 def test_finished_folder_is_made_whole_again(tmp_path: Path, harm: Callable[[Path], None] | None) -> None:
     """The errors of a harmed folder say how; a whole one is not written to."""
     inputs = write_inputs(tmp_path / "in")
@@ -334,12 +327,9 @@ def test_bad_lines_are_skipped_and_counted(
     assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err
 
 
-def test_bad_rows_are_skipped_and_counted(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_and_counted(tmp_path: Path, pyarrow: Any) -> None:
     """A row without text is a bad line of parquet."""
-    pyarrow = pytest.importorskip("pyarrow", reason="the extra ringflash[parquet] is not installed")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": ["a", None, "", "b"]}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "", "b"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="got TypeError: 'None' in .*a.parquet, row 1 of row group 0; correct"):
         prepare([tmp_path / "a.parquet"], tmp_path / "refused")
     (shard,) = prepare([tmp_path / "a.parquet"], tmp_path / "out", bad_lines="skip").shards
@@ -386,9 +376,7 @@ def test_formats_that_are_not_read_are_refused(tmp_path: Path, name: str, conten
         ("in", {"bad_lines": "ignore"}, "bad_lines 'error' or 'skip', got 67108864, 1 and 'ignore'"),
     ],
 )
-def test_inputs_and_options_that_are_none_are_refused(
-    tmp_path: Path, name: str, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_inputs_and_options_are_refused(tmp_path: Path, name: str, options: dict[str, Any], message: str) -> None:
     """Inputs that are missing, of another suffix, or empty."""
     write_inputs(tmp_path / "in")
     (tmp_path / "other").mkdir()
@@ -410,9 +398,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path: Path, tokenizer: P
     with pytest.raises(ValueError, match="tokenizer must have a bos or an eos token, got neither in"):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
     (tmp_path / "bare" / "tokenizer.json").write_text("{")
-    with pytest.raises(
-        ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in .*"
-    ):
+    with pytest.raises(ValueError, match="tokenizer must be one that transformers reads, got JSONDecodeError: .* in "):
         prepare([tmp_path], tmp_path / "out", tokenizer=str(tmp_path / "bare"))
 
 

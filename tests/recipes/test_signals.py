@@ -4,8 +4,6 @@ Two CPU processes with Lightning, and with DeepSpeed. The last rank gets the sig
 from inside the collective that it has interrupted, and hangs.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -3,8 +3,6 @@
 Four gloo processes on the CPU. The reference is plain torch in one process: no mesh, no shards, no Lightning.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random
@@ -88,7 +86,7 @@ def data(folder: str) -> TextData:
 
 def reference(module: CausalLM, texts: Any, algorithm: str) -> Iterator[tuple[Tensors, Tensors, float, float]]:
     """Gradients after clipping, weights, loss and norm of each step, by one process over both data ranks' samples."""
-    module.model = model = reference_model(module.seed)
+    module.model = model = build_model(CONFIG, None, module.seed, dtype=torch.float64)
     optimization = module.configure_optimizers()
     optimizer, scheduler = optimization["optimizer"], optimization["lr_scheduler"]["scheduler"]
     samples = iter(SampleOrder(len(texts), seed=0, dp_rank=0, dp_size=1, first=0))
@@ -106,15 +104,6 @@ def reference(module: CausalLM, texts: Any, algorithm: str) -> Iterator[tuple[Te
         grads = {name: p.grad.clone() for name, p in model.named_parameters()}
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         yield grads, weights, loss.item(), norm.item()
-
-
-def reference_model(seed: int) -> nn.Module:
-    """The model in one process, in fp64."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return build_model(CONFIG, None, seed)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def assert_close(got: float, want: float) -> None:
@@ -141,7 +130,7 @@ def test_evaluation(ctx: Context, run: Run) -> None:
     module, strategy = CausalLM(CONFIG), ContextParallelStrategy(context_parallel_size=CP_SIZE, layout="balanced")
     trainer = trainer_with(plugins=[DoublePrecision()], strategy=strategy)
     trainer.validate(module, datamodule=data(run.texts), verbose=False)
-    model = reference_model(module.seed)
+    model = build_model(CONFIG, None, module.seed, dtype=torch.float64)
     for name, text in (("train", trainer.datamodule.train), ("held_out", trainer.datamodule.held_out)):
         sums: dict[int, list[float]] = {}
         for i in range(NUM_EVAL):
@@ -167,7 +156,7 @@ def test_passkey(ctx: Context, run: Run) -> None:
     strategy = ContextParallelStrategy(layout="striped")
     trainer = trainer_with(plugins=[DoublePrecision()], callbacks=[callback], strategy=strategy)
     trainer.validate(module, datamodule=texts, verbose=False)
-    model, draw = reference_model(module.seed), random.Random(1)
+    model, draw = build_model(CONFIG, None, module.seed, dtype=torch.float64), random.Random(1)
     for depth in callback.depths:
         losses = []
         for _ in range(2):

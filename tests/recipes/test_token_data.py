@@ -4,8 +4,6 @@ Gloo processes on the CPU. Two ranks write a checkpoint after three steps with a
 one; one rank continues the same checkpoint. The reference for every batch is `prepare_batch` on plain lists.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

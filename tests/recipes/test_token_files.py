@@ -1,7 +1,5 @@
 """Token files that are not as they were written: each is refused by name. One process, CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

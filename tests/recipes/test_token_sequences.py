@@ -1,7 +1,5 @@
 """Documents packed into sequences and read in chunks, against plain lists and `prepare_batch`. One process, CPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,9 +36,7 @@ def token_files(documents: list[list[int]], per_shard: int = 3) -> Iterator[Toke
         yield write_tokens(Path(folder), documents, per_shard)
 
 
-def rank_sequences(
-    files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str
-) -> list[TokenSequences]:
+def sequences_of(files: TokenFiles, order: torch.Tensor, unit: int, cp_size: int, layout: str) -> list[TokenSequences]:
     """Sequences that each rank of a ring holds."""
     seqlen = 2 * cp_size * unit
     return [TokenSequences(files, order, seqlen, cp_size=cp_size, cp_rank=r, layout=layout) for r in range(cp_size)]
@@ -63,7 +59,7 @@ def test_shards_of_all_ranks_are_the_whole_sequence(
     """Tokens, labels, positions, bounds and count, with any order of the documents and any cut into files."""
     order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
     with token_files(documents, per_shard) as files:
-        ranks = rank_sequences(files, order, unit, cp_size, layout)
+        ranks = sequences_of(files, order, unit, cp_size, layout)
         for index in range(len(ranks[0])):
             parts = [sequences[index] for sequences in ranks]
             whole, bounds, num_tokens = whole_sequence([documents[i] for i in order], ranks[0].seqlen, index)
@@ -105,7 +101,7 @@ def test_every_token_is_seen_once_in_an_epoch(
     with tempfile.TemporaryDirectory() as folder:
         files = write_tokens(Path(folder), documents, 3, vocab_size=100 * len(documents))
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
-        rings = rank_sequences(files, order, unit, cp_size, layout)
+        rings = sequences_of(files, order, unit, cp_size, layout)
         seen = []
         for sample in range(len(rings[0])):
             chosen = SampleOrder(
@@ -153,9 +149,7 @@ def test_another_world_size_continues_the_same_order(
 
 @SHARED
 @given(DOCUMENTS, UNITS, st.sampled_from([2, 3, 4]), LAYOUTS)
-def test_rank_reads_its_chunks_and_one_token_more(
-    documents: list[list[int]], unit: int, cp_size: int, layout: str
-) -> None:
+def test_rank_reads_its_chunks_and_one_more(documents: list[list[int]], unit: int, cp_size: int, layout: str) -> None:
     """Reads of the files: no rank reads the whole sequence."""
     with token_files(documents) as files:
         read, counted = files.read, []
@@ -165,7 +159,7 @@ def test_rank_reads_its_chunks_and_one_token_more(
             return read(document, start, stop)
 
         files.read = count  # type: ignore[method-assign]
-        for ring in rank_sequences(files, torch.arange(len(documents)), unit, cp_size, layout):
+        for ring in sequences_of(files, torch.arange(len(documents)), unit, cp_size, layout):
             for index in range(len(ring)):
                 counted.clear()
                 sample = ring[index]

@@ -1,7 +1,5 @@
 """Hugging Face checkpoints in and out: loaded shard by shard, exported, loaded again. Two gloo processes, and one."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -140,11 +138,7 @@ def test_tensors_kept_in_fp32_are_not_rounded(ranks: list[dict[str, Any]], folde
 
 def test_drawn_values_depend_only_on_the_seed(ranks: list[dict[str, Any]]) -> None:
     """Two ranks' shards are the whole parameters that one process draws."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        alone, other = (build_model(CONFIG, None, seed) for seed in (5, 6))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    alone, other = (build_model(CONFIG, None, seed, dtype=torch.float64) for seed in (5, 6))
     want = {f"model.{name}": p.norm().item() for name, p in alone.named_parameters()}
     assert ranks[0]["drawn"].keys() == want.keys()
     for name, norm in want.items():
@@ -250,11 +244,7 @@ def test_tied_tensors_must_be_equal(tmp_path: Path) -> None:
 
 def test_yarn_under_the_ring_is_transformers() -> None:
     """One process, fp64: the loss with extended rotary angles."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        ring = build_model({**CONFIG, "rope_parameters": YARN}, None, 0)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    ring = build_model({**CONFIG, "rope_parameters": YARN}, None, dtype=torch.float64)
     plain = transformers_model(rope_parameters=YARN)
     plain.load_state_dict(ring.model.state_dict())
     ids = torch.arange(96)[None] * 7 % 257
@@ -313,9 +303,7 @@ def test_exported_checkpoint_has_the_trained_logits(ranks: list[dict[str, Any]],
 
 
 @pytest.mark.parametrize(("name", "last"), [("experts", "1.mlp.experts.5"), ("uneven", "1.mlp.experts.2")])
-def test_exported_experts_are_read_again(
-    ranks: list[dict[str, Any]], out: Path, folder: Path, name: str, last: str
-) -> None:
+def test_exported_experts_are_read(ranks: list[dict[str, Any]], out: Path, folder: Path, name: str, last: str) -> None:
     """One by one, as they are published, with the router's buffer, which no optimizer trains."""
     assert ranks
     place = folder / f"{name} exported"

@@ -4,8 +4,6 @@ Gloo processes on the CPU, fp64. One rank has left its losses, and a checkpoint 
 before two ranks continue.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -175,9 +173,8 @@ def plain_adam(module: Any) -> torch.optim.Optimizer:
 def adam(module: Any) -> torch.optim.Optimizer:
     """Groups of parameters in another order than the module's, and an empty one, because the embedding is frozen."""
     embedding, *others = module.model.children()
-    groups = [
-        [p for p in layer.parameters() if p.requires_grad] for layer in (module.later, *reversed(others), embedding)
-    ]
+    parts = module.later, *reversed(others), embedding
+    groups = [[p for p in x.parameters() if p.requires_grad] for x in parts]
     return torch.optim.AdamW([{"params": x, "lr": 0.01 * 0.9**i} for i, x in enumerate(groups)])
 
 
@@ -262,10 +259,8 @@ def test_continue_with_others(ctx: Context, run: Run) -> None:
 
     def exchanged(module: Any) -> torch.optim.Optimizer:
         optimizer = adam(module)
-        optimizer.param_groups[1]["params"], optimizer.param_groups[3]["params"] = (
-            optimizer.param_groups[3]["params"],
-            optimizer.param_groups[1]["params"],
-        )
+        one, other = optimizer.param_groups[1], optimizer.param_groups[3]
+        one["params"], other["params"] = other["params"], one["params"]
         return optimizer
 
     def sgd(module: Any) -> torch.optim.Optimizer:
@@ -273,11 +268,7 @@ def test_continue_with_others(ctx: Context, run: Run) -> None:
 
     for name, configure, message in (
         ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
-        (
-            "file",
-            exchanged,
-            "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_avg'",
-        ),
+        ("file", exchanged, "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_"),
         ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
         ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
         ("folder", sgd, "must have the optimizer's state of model."),

@@ -3,8 +3,6 @@
 torchrun --nproc_per_node 2 -m tests.recipes.verify_worker <folder with the modules that it imports> <out>
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -169,11 +169,8 @@ class Recorded:
         first = load_file(path)
         with torch.no_grad():
             for name, p in self.parameters():
-                p.copy_(
-                    distribute_tensor(first[name], p.device_mesh, p.placements)
-                    if isinstance(p, DTensor)
-                    else first[name]
-                )
+                x = first[name]
+                p.copy_(distribute_tensor(x, p.device_mesh, p.placements) if isinstance(p, DTensor) else x)
 
 
 def main(out: Path, case: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Layout `balanced`: which documents are cut, work and tokens of each rank, any bounds. CPU, one process."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, defaultdict

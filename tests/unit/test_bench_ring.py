@@ -3,13 +3,11 @@
 Without torchrun, which `ringflash bench` starts it by (test_bench_command.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,11 +18,15 @@ from benchmarks.ring_contenders import CONTENDERS, IDEALS, IDEALS_BY_HEADS, PROB
 from tests.recipes import launching
 
 
+def written_by(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Results of two ranks."""
+    command = ("--toy", *arguments, "--json", folder / "ring.json")
+    launching.run_ranks("benchmarks.bench_ring", *command, num_ranks=2, timeout_s=100)
+    return json.loads((folder / "ring.json").read_text())
+
+
 def test_rows_and_figures(tmp_path: Path) -> None:
-    file = tmp_path / "ring.json"
-    arguments = ("--toy", "--probes", "--rounds", "2", "--json", file)
-    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
-    written = json.loads(file.read_text())
+    written = written_by(tmp_path, "--probes", "--rounds", "2")
     assert written["ranks"] == 2 and "torch" in written["environment"]
     assert [result["row"] for result in written["results"]] == [str(row) for row in TOY for _ in range(2)]
     for result in written["results"]:
@@ -40,11 +42,8 @@ def test_rows_and_figures(tmp_path: Path) -> None:
 
 def test_rows_in_fp8(tmp_path: Path) -> None:
     """Ours and the ideal are rounded, what cannot be is left out, and results say so in their name."""
-    file = tmp_path / "ring.json"
     fp8 = ("--impl", "reference_fp8_scores")
-    arguments = ("--toy", "--probes", "--rows", "causal", "--rounds", "1", *fp8, "--json", file)
-    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
-    for result in json.loads(file.read_text())["results"]:
+    for result in written_by(tmp_path, "--probes", "--rows", "causal", "--rounds", "1", *fp8)["results"]:
         assert result["row"] == f"{TOY[0]}, reference_fp8_scores"
         assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
         assert result["left_out"]["one device, flash-attn-4"] == "does not compute in the chosen impl"
@@ -59,10 +58,7 @@ def test_rows_are_named_as_their_results() -> None:
 
 
 def test_the_ideal_by_heads(tmp_path: Path) -> None:
-    file = tmp_path / "ring.json"
-    arguments = ("--toy", "--ideal", "heads", "--rows", "full", "--rounds", "1", "--json", file)
-    launching.run_ranks("benchmarks.bench_ring", *arguments, num_ranks=2, timeout_s=100)
-    for result in json.loads(file.read_text())["results"]:
+    for result in written_by(tmp_path, "--ideal", "heads", "--rows", "full", "--rounds", "1")["results"]:
         assert result["ideal_ms"] == result["ms"]["one device, ringflash, a share of the heads"]
         assert set(result["percent"]) == {"ringflash, gloo", "Ulysses"}
 

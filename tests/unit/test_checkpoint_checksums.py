@@ -1,7 +1,5 @@
 """Damage to any file of a distributed checkpoint is found, whatever the number of ranks that look. One process."""
 
-from __future__ import annotations
-
 import json
 import warnings
 import zlib

@@ -1,7 +1,5 @@
 """SMs left to NCCL: which calls leave any, and that the kernel is told. One process, no GPU: the kernel is a mock."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Communicators at the end of the interpreter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import defaultdict

@@ -3,8 +3,6 @@
 That the driver copies right, also while kernels run, is tested in tests/multi_gpu.
 """
 
-from __future__ import annotations
-
 import ctypes
 import warnings
 from types import SimpleNamespace
@@ -45,7 +43,6 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(copies, "_driver_batch", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: STREAM)
     return driver
 
 
@@ -96,7 +93,7 @@ def test_what_the_driver_refuses_torch_copies(driver: Driver) -> None:
 def test_copies_within_a_gpu_follow_those_of_peers(driver: Driver) -> None:
     """They wait for SMs, which a kernel may keep to its end."""
     memory = CopyEngine.__new__(CopyEngine)
-    memory.rank, memory._device, memory.entered = 1, CPU, None
+    memory.rank, memory._device, memory.entered = 1, CPU, STREAM
     pairs = pieces(7)
     incoming = [
         Incoming(target, owner, source) for (target, source), owner in zip(pairs, (1, 2, 1, 0, 1, 3, 0), strict=True)

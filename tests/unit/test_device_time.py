@@ -1,20 +1,10 @@
 """benchmarks/device_time.py on made-up traces: kinds of kernels, time shared out, parts that add up. No GPU."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.device_time import (
-    PRECEDENCE,
-    Span,
-    kind_of,
-    longest_kernels,
-    parts_of_step,
-    shared_out,
-    step_spans,
-)
+from benchmarks.device_time import PRECEDENCE, Span, kind_of, longest_kernels, parts_of_step, shared_out, step_spans
 
 
 def event(name: str, begin: float, end: float, category: str = "kernel") -> dict:

@@ -3,8 +3,6 @@
 `make docs` builds the site, where a link inside docs/ that leads nowhere is an error.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -115,9 +113,7 @@ def test_aged_quote_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("took {7.0} {s}", "a::worst::lse::.1f", "must name a result for each figure"),
     ],
 )
-def test_wrong_quote_is_refused(
-    key: str, result: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_quote_fails(key: str, result: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.json").write_text('{"worst": {"lse": 0.5}}')
     (tmp_path / "docs").mkdir()
     (tmp_path / "page.md").write_text("It took 7.0 s of 7.0 s.")

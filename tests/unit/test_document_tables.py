@@ -3,8 +3,6 @@
 CPU, one process. A function that is new, or takes cu_seqlens newly, needs an entry here.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 from collections.abc import Callable, Iterator
@@ -83,10 +81,8 @@ def check_padding(forest: Forest) -> None:
 
 def check_labels(forest: Forest) -> None:
     """A token has the label that follows it in the path, unless it sees that."""
-    tokens, document = (
-        models.tokens(),
-        torch.repeat_interleave(torch.arange(len(forest.lengths)), torch.tensor(forest.lengths)),
-    )
+    tokens = models.tokens()
+    document = torch.repeat_interleave(torch.arange(len(forest.lengths)), torch.tensor(forest.lengths))
     with nullcontext() if forest is not TREE else pytest.raises(ValueError, match=BRANCHES):
         labels = loss.shift_labels(tokens, forest.table)[0]
         seen = forest.visible()
@@ -98,10 +94,8 @@ def check_labels(forest: Forest) -> None:
 
 def check_positions(forest: Forest) -> None:
     assert torch.equal(within_documents(torch.arange(LENGTH), forest.table), forest.positions())
-    buckets = position_buckets(torch.arange(LENGTH)[None], forest.table, LENGTH)[0]
-    assert torch.equal(
-        buckets, torch.bucketize(forest.positions(), torch.tensor(bucket_bounds(LENGTH)[1:]), right=True)
-    )
+    found = position_buckets(torch.arange(LENGTH)[None], forest.table, LENGTH)[0]
+    assert torch.equal(found, torch.bucketize(forest.positions(), torch.tensor(bucket_bounds(LENGTH)[1:]), right=True))
 
 
 def labels_of(forest: Forest) -> torch.Tensor:
@@ -215,10 +209,8 @@ def test_no_other_shape() -> None:
             loss.shift_labels(models.tokens(), torch.zeros(shape, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"parents must have one entry for each document of cu_seqlens \(2,\)"):
         ringflash.document_table(torch.tensor([0, 3, 5]), torch.tensor([-1]))
-    of_all, of_each = (
-        ringflash.document_table(torch.tensor([0, 3, 5]), None, None, x) for x in (2, torch.tensor([2, 2]))
-    )
-    assert torch.equal(of_all, of_each)
+    whole, each = (ringflash.document_table(torch.tensor([0, 3, 5]), None, None, x) for x in (2, torch.tensor([2, 2])))
+    assert torch.equal(whole, each)
 
 
 def test_no_masks_or_fractions_in_place_of_numbers() -> None:
@@ -236,7 +228,7 @@ def test_no_masks_or_fractions_in_place_of_numbers() -> None:
     for count in (True, torch.tensor([True, False])):
         with pytest.raises(ValueError, match="global_tokens must be integers, got torch.bool"):
             ringflash.document_table(cu_seqlens, global_tokens=count)
-    with pytest.raises(ValueError, match="global_tokens must be numbers of torch.int32, got up to 4294967296"):
+    with pytest.raises(ValueError, match="global_tokens must fit torch.int32, got up to 4294967296"):
         ringflash.document_table(cu_seqlens.int(), global_tokens=2**32)
 
 

@@ -1,7 +1,5 @@
 """The implementation by torch's flash attention: what it leaves as it was. One process on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """FLOPs and peaks for MFU: against hand counts, torch's own counter, and the schedule. One process, no GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from ringflash.huggingface.flops import (
 )
 from ringflash.sequence.mask import SequenceMask
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
 }  # fmt: skip

@@ -4,8 +4,6 @@ Lengths are a few blocks of 128 keys. The kernels are tested against this specif
 (tests/emulator, tests/kernels).
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -66,9 +64,8 @@ def test_powers_are_right_in_the_mean() -> None:
 def test_records_hold_what_was_rounded(head_dim: int, for_backward: bool) -> None:
     """Both layouts give back the same k8 and v8, padded with zeros; in bf16 they are exact, and near k and v."""
     _, k, v = qkv(200, head_dim)
-    keys = fp8_reference.unpack(
-        fp8_reference.quantise_kv(k, v, for_backward=for_backward), head_dim, for_backward=for_backward
-    )
+    records = fp8_reference.quantise_kv(k, v, for_backward=for_backward)
+    keys = fp8_reference.unpack(records, head_dim, for_backward=for_backward)
     scale = keys.v_scales.repeat_interleave(128, 1).unsqueeze(-1)
     values = keys.v.float() * scale
     assert torch.equal(values.bfloat16().float(), values) and not values[:, 200:].any()

@@ -1,7 +1,5 @@
 """Keys that a rank gathers from the others, for random masks and layouts. CPU, one process."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from itertools import accumulate
@@ -18,8 +16,7 @@ from ringflash.attention.schedule import KeyBlock, active_steps, chunks_are_mult
 from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
-from tests.helpers import dense
-from tests.unit.test_schedule import held, problems, table_of, three_zigzags  # noqa: F401, a fixture of every test here
+from tests.unit.test_schedule import held, problems, three_zigzags, visible  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
 
@@ -36,11 +33,7 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
     assume(chunks_are_multiples(mask, cp_size, layout, 16))
     for rank in range(cp_size):
         records, keys = (plan_single_block(mask, cp_size, rank, layout, multiple) for multiple in (16, 1))
-        places = [
-            place
-            for segment in records.segments
-            for place in (segment.start, segment.row, segment.size, segment.owner_row)
-        ]
+        places = [place for x in records.segments for place in (x.start, x.row, x.size, x.owner_row)]
         assert not any(place % 16 for place in (*places, records.capacity, records.num_rows))
         assert records.mask.num_visible == keys.mask.num_visible
 
@@ -59,10 +52,7 @@ SHORT, LONG = problems(), problems(range(1, 4), (63, 64, 127, 130, 200))  # 64th
 def test_every_visible_key_in_order(problem: Problem) -> None:
     """All visible pairs, at the right positions, and no segment of which a rank sees nothing."""
     mask, cp_size, layout = problem
-    position = torch.arange(mask.seqlen)
-    want = dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
-    )
+    want = visible(mask)
     positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     ranks = of_all(problem)
     for rank, found in enumerate(ranks):
@@ -96,15 +86,9 @@ def test_readers_are_who_gathers(problem: Problem) -> None:
                 if (needed.owner, needed.start, needed.size) == (rank, segment.row, segment.size)
             ]
             assert list(readers) == want and rank in dict(want)
-        assert all(
-            segment.owner_row == dict(rows_of(ranks[segment.owner]))[segment.owner, segment.start]
-            for segment in found.segments
-        )
+        assert all(x.owner_row == dict(rows_of(ranks[x.owner]))[x.owner, x.start] for x in found.segments)
     arriving = [
-        sum(
-            segment.size * (len(readers) - 1)
-            for segment, readers in zip(found.own_segments, found.readers, strict=True)
-        )
+        sum(x.size * (len(readers) - 1) for x, readers in zip(found.own_segments, found.readers, strict=True))
         for found in ranks
     ]
     assert all(found.returned_rows == max(arriving) for found in ranks)
@@ -126,12 +110,8 @@ def test_a_window_gathers_what_it_sees() -> None:
     ranks = of_all((SequenceMask(1 << 16, window_size=(300, 0)), 4, "zigzag"))
     assert [found.num_rows for found in ranks] == [16384 + 384, 16384 + 768, 16384 + 768, 16384 + 384]
     assert all(len(found.mask.regions) <= 2 for found in ranks)
-    assert [[len(readers) for readers in found.readers] for found in ranks] == [
-        [1, 2, 1],
-        [1, 2, 1, 2],
-        [1, 2, 1, 2],
-        [1, 1, 2],
-    ]
+    counts = [[len(readers) for readers in found.readers] for found in ranks]
+    assert counts == [[1, 2, 1], [1, 2, 1, 2], [1, 2, 1, 2], [1, 1, 2]]
 
 
 @given(SHORT | LONG | problems((16,), (1, 2, 64)), st.booleans())

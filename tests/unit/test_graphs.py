@@ -12,14 +12,13 @@ from weakref import ref
 
 import pytest
 import torch
-from torch._C._distributed_c10d import _SymmetricMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.knobs import runtime
 
 import ringflash
 from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport import buffer, buffers, copy_engine, lanes
+from ringflash.comm.transport import buffer, buffers, lanes
 from ringflash.comm.transport.areas import BEGIN
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.message_gather import NcclGather
@@ -29,6 +28,7 @@ from ringflash_kernels.hopper import launcher
 from ringflash_kernels.hopper.forward import host
 from ringflash_kernels.hopper.launcher import Launch, Launcher
 from ringflash_kernels.mask import Mask
+from tests.unit.test_transports import symmetric_memory_on_cpu
 
 CPU = torch.device("cpu")
 STREAMS = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))  # driver of triton
@@ -95,17 +95,7 @@ class Handle:
 @pytest.fixture
 def areas(monkeypatch: pytest.MonkeyPatch) -> CopyEngine:
     """Areas of a group of one, on the CPU."""
-    monkeypatch.setattr(
-        _SymmetricMemory, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype)
-    )
-    monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *_: Handle())
-    monkeypatch.setattr(_SymmetricMemory, "get_backend", lambda _: None)  # torch with CUDA has one
-    monkeypatch.setattr(copy_engine, "gather", lambda group, said: [said])
-    monkeypatch.setattr(copy_engine, "_check_locations", lambda locations: None)
-    monkeypatch.setattr(copy_engine, "_location", lambda device: None)
-    monkeypatch.setattr(copy_engine, "register_peers", lambda *_: None)
-    for name in ("current_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    symmetric_memory_on_cpu(monkeypatch, rendezvous=lambda *_: Handle(), gather=lambda group, said: [said])
     return CopyEngine(mock.Mock(rank=lambda: 0), 1000)
 
 

@@ -6,8 +6,6 @@ memory that is freed too early (tests/helpers/happens_before.py). Then each wait
 turn, and the fault must be found.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import nullcontext

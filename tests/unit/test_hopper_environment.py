@@ -1,7 +1,5 @@
 """Errors of the Hopper kernels on a machine that lacks something, before any launch. CPU."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Rules of the source tree that a review would repeat: the direction of imports, names, and docstrings. CPU."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

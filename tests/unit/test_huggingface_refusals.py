@@ -1,7 +1,5 @@
 """Refusals of the Hugging Face plug, in one process. CPU; needs the huggingface extra."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -19,14 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ringflash.attention import gather_units, head_exchange, schedule, sections
+from ringflash.attention import gather_units, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
-from ringflash.attention.ulysses import Ulysses
-from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import NcclGather, Pending, PointToPoint, lanes
-from ringflash.comm.watchdog import Unwatched
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import begin_checked_backward, needs_row_max, rounds
 from ringflash_kernels.hopper.launcher import Launcher
@@ -42,12 +39,6 @@ class Stream:
     def record_event(self) -> Event:
         self.seen[self] += 1  # whatever was issued since the last event
         return Event(dict(self.seen))
-
-    def wait_stream(self, other: Stream) -> None:
-        other.record_event().wait(self)
-
-    def is_after(self, other: Stream) -> bool:
-        return self.seen.get(other, 0) >= other.seen[other]
 
 
 class Event:
@@ -65,7 +56,7 @@ class Streams:
     """The current stream, as torch.cuda has it."""
 
     def __init__(self) -> None:
-        self.caller = self.current = Stream()
+        self.current = Stream()
 
     def set(self, stream: Stream) -> None:
         self.current = stream
@@ -211,30 +202,3 @@ class Late:
 def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
     with mock.patch.object(gather_units, "begin_checked_backward", Late):
         assert any("(1, 8, 2, 128)" in fault or "(2, 8, 128)" in fault for fault in faults(streams, 5, "hopper"))
-
-
-@pytest.mark.parametrize("failing", range(20))
-def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
-    """A forward and backward of three sections, in which the work of a lane raises."""
-    issued, beside, areas = [], lanes.Lanes.run_in_lane, areas_of_messages()
-
-    def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:
-        issued.append(lane)
-        work = mock.Mock(side_effect=MemoryError("no memory left")) if len(issued) == failing + 1 else work
-        return beside(self, lane, work, *args, **options)
-
-    with mock.patch.object(lanes.Lanes, "run_in_lane", refused), pytest.raises(MemoryError):
-        passes(areas, 3)
-    assert len(issued) == failing + 1
-    places = [cast(Any, lane) for lane in areas._lanes.values()]
-    assert all(one.is_after(other) for one in (streams.caller, *places) for other in places)
-
-
-def test_after_an_error_copies_of_heads_are_waited_for(streams: Streams) -> None:
-    """Copies of the queries are on their way when there is no memory for attention between hosts."""
-    areas, full = areas_of_messages(), mock.Mock(**{"forward.side_effect": MemoryError("no memory left")})
-    call = Ulysses(full, areas, (0, 1), areas.channel, "zigzag", NO_NUMBER)
-    q = torch.zeros(1, 8, 4, 16)
-    with mock.patch.object(head_exchange, "watching", lambda *_: Unwatched()), pytest.raises(MemoryError):
-        call.forward(q, q, q)
-    assert streams.caller.is_after(cast(Any, areas._lanes["pull"]))

@@ -1,7 +1,5 @@
 """Mask and Region against brute force over every pair. CPU, one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,9 +88,7 @@ def test_documents(causal: bool, window_size: tuple[int, int], cu_seqlens: tuple
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 7), (7, 4), (1, 5), (5, 1), (6, 6)])
 @pytest.mark.parametrize("causal, window_size", [(True, (-1, -1)), (False, (1, 2)), (True, (2, 0)), (False, (-1, -1))])
-def test_band_is_aligned_at_the_bottom_right(
-    seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]
-) -> None:
+def test_band_is_aligned_bottom_right(seqlen_q: int, seqlen_k: int, causal: bool, window_size: tuple[int, int]) -> None:
     query, key = torch.arange(seqlen_q) + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     want = dense.visible(query, key, causal=causal, window_size=window_size)
     mask = Mask.band(seqlen_q, seqlen_k, causal=causal, window_size=window_size)

@@ -3,8 +3,6 @@
 With FSDP2 on four ranks they run in tests/recipes/test_strategy.py.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys
@@ -27,8 +25,9 @@ from ringflash.lightning.module import empty_model
 from ringflash.memory import Memory, layers, save_memory, tiles
 from ringflash_kernels import reference
 from tests.helpers.recipe_model import build_model
+from tests.unit.test_flops import CONFIG
 
-SEQLEN, LAYERS = 48, 3
+SEQLEN, LAYERS = 48, CONFIG["num_hidden_layers"]
 CHECKPOINTING = ("none", "attention_kept", "full")
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -44,20 +43,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def config(family: str) -> dict[str, Any]:
-    return {
-        "model_type": family, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-        **EXPERTS.get(family, {}),
-    }  # fmt: skip
+    return {**CONFIG, "model_type": family, "max_position_embeddings": 256, **EXPERTS.get(family, {})}
 
 
 def model_with(memory: Memory, family: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Module:
     """The same parameters every time."""
-    torch.set_default_dtype(dtype)
-    try:
-        model = build_model(config(family), None, 0, memory)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = build_model(config(family), None, memory=memory, dtype=dtype)
     if dtype == torch.float64 and family in EXPERTS:
         model.get_submodule("model").set_experts_implementation("eager")  # type: ignore[operator]
     return model
@@ -118,11 +109,8 @@ def test_experts_of_batches_and_frozen_routers() -> None:
         model_with(m, "qwen3_moe").get_submodule("model.model.layers.0.mlp.experts")
         for m in (Memory(), Memory("none", mlp_tile_tokens=5))
     )
-    x, index, weights = (
-        torch.randn(2, 9, 32, dtype=torch.float64),
-        torch.randint(0, 4, (18, 2)),
-        torch.rand(18, 2).double(),
-    )
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    index, weights = torch.randint(0, 4, (18, 2)), torch.rand(18, 2).double()
     out = tiled(x.requires_grad_(), index, weights)
     want = plain(x.detach().flatten(0, 1), index, weights)
     assert out.shape == x.shape and torch.allclose(out.flatten(0, 1), want, rtol=1e-12, atol=0)
@@ -343,9 +331,8 @@ def test_tiles_refuse_tensors_that_are_lent() -> None:
     with pytest.raises(NotImplementedError, match=r"torch\.func\.functional_call, .*; use no tiles"):
         torch.func.functional_call(mlp, lent, x)
     with torch.no_grad():
-        assert torch.equal(
-            torch.func.functional_call(mlp, lent, x[:, :5]), torch.func.functional_call(mlp, lent, x)[:, :5]
-        )
+        first, whole = (torch.func.functional_call(mlp, lent, y) for y in (x[:, :5], x))
+        assert torch.equal(first, whole[:, :5])
     with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
         save_memory(mlp, Memory(mlp_tile_tokens=5))
 
@@ -437,16 +424,9 @@ def pretend_liger(monkeypatch: pytest.MonkeyPatch, **others: Any) -> list[tuple[
     """A package that only notes what it is asked to replace; of other families with what is given."""
     calls: list[tuple[nn.Module, dict[str, bool]]] = []
 
-    def apply(
-        rms_norm: bool = True,
-        cross_entropy: bool = False,
-        fused_linear_cross_entropy: bool = True,
-        model: nn.Module | None = None,
-    ) -> None:
-        assert rms_norm and model is not None
-        calls.append(
-            (model, {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy})
-        )
+    def apply(cross_entropy: bool = False, fused_linear_cross_entropy: bool = True, model: Any = None) -> None:
+        losses = {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy}
+        calls.append((model, losses))
 
     fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
     fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply, **others}  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """Merging attention over disjoint keys: an algebra with the empty row as its zero. CPU, one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

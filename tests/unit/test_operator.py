@@ -1,7 +1,5 @@
 """The registered operator: opcheck, one graph under compile, checkpointing, explain, refusals. CPU, one process."""
 
-from __future__ import annotations
-
 import operator
 import re
 import warnings
@@ -57,11 +55,7 @@ def test_process_that_has_not_joined_is_warned(size: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("return_lse", [True, False])
 @pytest.mark.parametrize(
     "cu_seqlens",
-    [
-        None,
-        torch.tensor([0, 5, 16], dtype=torch.int32),
-        torch.tensor(TABLE, dtype=torch.int32),
-    ],
+    [None, torch.tensor([0, 5, 16], dtype=torch.int32), torch.tensor(TABLE, dtype=torch.int32)],
     ids=["one", "packed", "table"],
 )
 def test_opcheck(return_lse: bool, cu_seqlens: torch.Tensor | None) -> None:

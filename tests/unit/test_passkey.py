@@ -1,7 +1,5 @@
 """Passkey sequences and scores. One process; over four ranks it runs in tests/recipes/test_strategy.py."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import pre_tokenizers
 
 from recipes.lightning import passkey
 from recipes.lightning.passkey import Passkey, encoder, passkey_sequence
+from tests.helpers.tokens import word_tokenizer
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
@@ -77,11 +77,5 @@ def test_a_key_counts_when_every_token_is_right(
 
 
 def test_a_tokenizer_of_a_directory_is_used(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["[UNK]", "pass", "key", "is"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path)
+    word_tokenizer(["[UNK]", "pass", "key", "is"], pre_tokenizers.Whitespace()).save_pretrained(tmp_path)
     assert encoder(str(tmp_path))("The pass key is 3") == [0, 1, 2, 3, 0]

@@ -3,8 +3,7 @@
 CPU; needs the huggingface extra and peft.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from ringflash import huggingface
 from tests.helpers.models import build, tokens
+from tests.unit.test_huggingface import assert_alike
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -51,13 +51,7 @@ def test_loss_and_gradients_equal_dense(options: dict, when: str) -> None:
     loss = with_loss(**huggingface.prepare_batch(ids, group=None))
     logits = dense(input_ids=ids, use_cache=False).logits[:, :-1]
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
-    want.backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(ring.parameters(), dense.parameters(), strict=True) if q.requires_grad]
-    assert pairs
-    for got, expected in [(loss, want), *pairs]:
-        assert torch.isfinite(got).all()
-        assert (got - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert_alike(ring, loss, dense, want)
 
 
 def test_refuses_adapters_on_the_head_at_any_time() -> None:
@@ -84,15 +78,15 @@ def test_refuses_adapters_that_change_more_than_layers(kind: str) -> None:
     model = build("qwen3")
     with_loss = huggingface.CausalLMWithLoss(model, None)
     adapted = peft.get_peft_model(model, config)
-    with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
-        huggingface.set_group(adapted, None)
-    with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
-        huggingface.CausalLMWithLoss(adapted, None)
+    calls: list[Callable[[], object]] = [
+        lambda: huggingface.set_group(adapted, None), lambda: huggingface.CausalLMWithLoss(adapted, None),
+    ]  # fmt: skip
+    batch = huggingface.prepare_batch(tokens(), group=None)
     if kind in ("ADALORA", "LORA"):
-        with_its_loss = huggingface.CausalLMWithLoss(build("qwen3"), None)
-        around = peft.get_peft_model(with_its_loss, replace(config, task_type=None))
-        with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
-            around(**huggingface.prepare_batch(tokens(), group=None))
+        outer = peft.get_peft_model(huggingface.CausalLMWithLoss(build("qwen3"), None), replace(config, task_type=None))
+        calls.append(lambda: outer(**batch))
     if model.__dict__.get("peft_config"):  # adapters in its layers
+        calls.append(lambda: with_loss(**batch))
+    for call in calls:
         with pytest.raises(NotImplementedError, match=f"only changes layers, such as LORA, got {kind}"):
-            with_loss(**huggingface.prepare_batch(tokens(), group=None))
+            call()

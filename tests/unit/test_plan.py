@@ -3,8 +3,6 @@
 Memory and time are compared with steps that were measured, too, as the committed results have them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -516,11 +514,8 @@ def saved_bytes(config: dict[str, Any], seqlen: int, mlp_tile_tokens: int = 0) -
 
     Not counted: parameters, and the record of attention, which is in the host's memory.
     """
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = build_model({**config, "num_hidden_layers": 1}, None, 0, Memory(mlp_tile_tokens=mlp_tile_tokens))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    memory = Memory(mlp_tile_tokens=mlp_tile_tokens)
+    model = build_model({**config, "num_hidden_layers": 1}, None, memory=memory, dtype=torch.bfloat16)
     (layer,) = model.get_submodule("model.model.layers").children()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -574,9 +569,8 @@ def test_what_is_read_off_a_model_is_right(family: str, options: dict[str, Any])
     first, _ = model_of({**config, "num_hidden_layers": 1, **of_one})
     seqlen = 96
     for tile in (0, 40) if first.tiled_parameters else (0,):
-        kept = activation_bytes(
-            TrainingJob(model=first, seqlen=seqlen, cp_size=1, mlp_tile_tokens=tile), first.plain.kept
-        )
+        job = TrainingJob(model=first, seqlen=seqlen, cp_size=1, mlp_tile_tokens=tile)
+        kept = activation_bytes(job, first.plain.kept)
         rotary = saved_bytes({**config, **of_one}, seqlen, tile) - kept
         assert 0 <= rotary <= seqlen * 2 * shape.head_dim * 4
 
@@ -851,9 +845,7 @@ def test_models_that_no_plan_counts_are_refused(plan: Plan, config: Any, options
     assert found.status == 2 and message in found.err
 
 
-def test_status_1_is_a_finding_and_never_an_accident(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_1_is_a_finding_not_an_accident(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 says that the job does not fit; Python's own status for an error that nobody expected is 1 as well."""
     (tmp_path / "config.json").write_text("[1]")
     found = plan([str(tmp_path)], "--seqlen", "1k")

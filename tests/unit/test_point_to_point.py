@@ -1,7 +1,5 @@
 """Posted messages: one coalesced batch on NCCL, sends before receives, nothing without a peer. CPU."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from unittest import mock
@@ -65,9 +63,7 @@ def test_a_failure_names_the_messages(transport: PointToPoint, channel: mock.Moc
 
 
 @pytest.mark.parametrize("name, failing", [("gloo", "recv"), ("nccl", "_end_coalescing")])
-def test_a_batch_that_fails_halfway_counts(
-    transport: PointToPoint, channel: mock.Mock, name: str, failing: str
-) -> None:
+def test_batch_that_fails_halfway_counts(transport: PointToPoint, channel: mock.Mock, name: str, failing: str) -> None:
     """The peer may have its message: a rank that calls again by itself would send another."""
     transport.name = name
     getattr(channel, failing).side_effect = RuntimeError("out of memory")

@@ -1,7 +1,5 @@
 """The reference implementation against torch's attention and plain fp64 autograd. CPU, one process."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -21,16 +19,11 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(
-    batch: int = 2, seqlen: int = 12, heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float64
-) -> tuple:
+def draw(num_heads: int = 4, num_kv_heads: int = 2) -> tuple:
     """q, k, v, dout, dlse."""
-    generator = torch.Generator().manual_seed(seqlen)
-    q, k, v, dout = (
-        torch.randn(batch, seqlen, n, 16, generator=generator, dtype=torch.float64).to(dtype)
-        for n in (heads[0], heads[1], heads[1], heads[0])
-    )
-    return q, k, v, dout, torch.randn(batch, heads[0], seqlen, generator=generator, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(12)
+    shapes = [(2, 12, n, 16) for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    return tuple(torch.randn(x, generator=generator, dtype=torch.float64) for x in [*shapes, (2, num_heads, 12)])
 
 
 def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, **options: Any) -> dict:
@@ -45,7 +38,7 @@ def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Ten
 @pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_equals_plain_autograd(heads: tuple[int, int], options: dict[str, Any], with_dlse: bool) -> None:
-    *inputs, dlse = draw(heads=heads)
+    *inputs, dlse = draw(*heads)
     dlse = dlse if with_dlse else None
     assert_close(gradients(*inputs, dlse=dlse, **options), dense.attention(*inputs, dlse, **options), num_chunks=2)
 

@@ -1,7 +1,5 @@
 """The commit that a result file names. One process, git, no GPU."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

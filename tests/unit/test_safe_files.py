@@ -1,21 +1,17 @@
 """Checkpoints that would run code are refused, and no product module loads files unsafely. One process, no GPU."""
 
-from __future__ import annotations
-
 import ast
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from recipes.lightning.export import main
-from ringflash.checkpoint.safe_files import check_checkpoint, check_together
+from ringflash.checkpoint.safe_files import check_checkpoint
 from tests.recipes.launching import ROOT
 
 
@@ -123,21 +119,6 @@ def test_other_pickles_are_refused(checkpoint: Path, content: Any) -> None:
     (checkpoint / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=r"must hold a Metadata in \.metadata, got TypeError"):
         check_checkpoint(checkpoint)
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    """This process only. Refusals that reach other ranks: tests/distributed, for `agree`."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_together(checkpoint: Path, world: None) -> None:
-    check_together(checkpoint)
-    (checkpoint / ".metadata").unlink()
-    with pytest.raises(ValueError, match="a.ckpt must hold a whole .metadata"):
-        check_together(checkpoint)
 
 
 FOLDERS = ("ringflash", "kernels", "recipes", "benchmarks", "launch")

@@ -3,8 +3,6 @@
 test_gathering.py says which keys each rank gathers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from unittest import mock
@@ -49,11 +47,8 @@ def problems(
         parents, both = draw(trees(len(bounds) - 1))
         forest = Forest(tuple(b - a for a, b in pairwise(bounds)), parents, both)
         counts = with_global_tokens(forest, draw(st.randoms())).global_tokens if draw(st.booleans()) else None
-        return (
-            SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both, counts),
-            cp_size,
-            layout,
-        )
+        mask = SequenceMask(seqlen, True, (window[0], min(window[1], 0)), bounds, parents, both, counts)
+        return mask, cp_size, layout
     return SequenceMask(seqlen, draw(st.booleans()), window, bounds), cp_size, layout
 
 
@@ -68,23 +63,16 @@ def trees(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], tuple[bool, ...
     return tuple(parents), tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
 
 
-def table_of(mask: SequenceMask) -> Sequence[Sequence[int]] | None:
-    """The documents of a mask, as `dense.visible` takes them."""
-    return None if mask.documents is None else mask.documents.rows
+def visible(mask: SequenceMask) -> torch.Tensor:
+    """Visible pairs of a mask, by the oracle."""
+    position, rows = torch.arange(mask.seqlen), mask.documents and mask.documents.rows
+    return dense.visible(position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=rows)
 
 
 def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:
     """Positions of a rank."""
     table = None if mask.documents is None else torch.tensor(mask.documents.rows)
     return local_positions(mask.seqlen, cp_size, rank, layout, table)
-
-
-def visible(mask: SequenceMask) -> torch.Tensor:
-    """Visible pairs of the whole sequence."""
-    position = torch.arange(mask.seqlen)
-    return dense.visible(
-        position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=table_of(mask)
-    )
 
 
 @given(problems())

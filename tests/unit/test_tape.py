@@ -5,8 +5,6 @@ in an input or in an allocation of the call, or that of memory that stays. Repea
 of commands of a driver whose functions write the same log.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import itertools
@@ -141,8 +139,7 @@ class Event:
         wait(stream.cuda_stream, self.cuda_event)
 
 
-def record(event: int, stream: int) -> int:
-    """Stand in for cuEventRecord."""
+def record(event: int, stream: int) -> int:  # cuEventRecord
     log = LOGS[-1]
     log.say("record", STREAMS[stream])
     log.num_records += 1
@@ -150,8 +147,7 @@ def record(event: int, stream: int) -> int:
     return 0 if event in ALIVE else 400
 
 
-def wait(stream: int, event: int, flags: int = 0) -> int:
-    """Stand in for cuStreamWaitEvent."""
+def wait(stream: int, event: int, flags: int = 0) -> int:  # cuStreamWaitEvent
     LOGS[-1].say("wait", STREAMS[stream], LOGS[-1].numbers[event])
     return 0
 

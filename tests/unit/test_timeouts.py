@@ -1,7 +1,5 @@
 """Timeouts of ranks: `set_timeout`, else the process group's own, and never less than 600 s. One process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from unittest import mock

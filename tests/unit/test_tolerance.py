@@ -1,7 +1,5 @@
 """The helper that judges errors: what it lets pass and what not. CPU, one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """benchmarks/trace_ring.py: sections of a made-up trace of a GPU, and of a real one of two CPU processes over gloo."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -219,20 +219,34 @@ class Process:
         return answers
 
 
+def symmetric_memory_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, rendezvous: Any, gather: Any, backend: str | None = None
+) -> None:
+    """Let torch's symmetric memory be of the CPU, on ranks that are in reach of one another.
+
+    Args:
+        rendezvous, gather: stand in for what maps memory, and for what collects answers of ranks.
+        backend: of symmetric memory; torch has one with CUDA only.
+    """
+    kind = copy_engine._SymmetricMemory
+    monkeypatch.setattr(kind, "empty_strided_p2p", lambda size, _, dtype, __: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(kind, "rendezvous", rendezvous)
+    monkeypatch.setattr(kind, "get_backend", lambda _: backend)
+    monkeypatch.setattr(copy_engine, "gather", gather)
+    for name in ("_check_locations", "_location", "register_peers"):
+        monkeypatch.setattr(copy_engine, name, lambda *_: None)
+    for name in ("current_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+
+
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """Function that reserves an area on two ranks at once; it returns their errors."""
-    kind, here = copy_engine._SymmetricMemory, Process.here
-    monkeypatch.setattr(kind, "empty_strided_p2p", lambda size, *_: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(kind, "rendezvous", lambda *what: here.process.rendezvous(*what))
-    monkeypatch.setattr(kind, "get_backend", lambda _: "CUDA")
-    monkeypatch.setattr(copy_engine, "gather", Process.gather)
-    monkeypatch.setattr(copy_engine, "_check_locations", lambda _: None)
-    monkeypatch.setattr(copy_engine, "_location", lambda _: None)
-    monkeypatch.setattr(copy_engine, "register_peers", lambda *_: None)
+    here = Process.here
+    symmetric_memory_on_cpu(
+        monkeypatch, rendezvous=lambda *what: here.process.rendezvous(*what), gather=Process.gather, backend="CUDA"
+    )
     monkeypatch.setattr(copy_engine.cuda_graphs, "capturing", lambda _: False)
-    for name in ("current_device", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
 
     def reserve(ranks: list[Process], timeout_s: float = 30.0) -> list[Any]:
         store = dist.HashStore()

@@ -1,7 +1,5 @@
 """The comparison of `ringflash verify`: what passes, what fails, and where. One process, no model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Expectations of `ringflash verify` for a layer's mask, and right models of many kinds that meet it. One process."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

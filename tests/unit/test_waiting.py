@@ -1,7 +1,5 @@
 """Waits of a rank in its rings: counted while they are asked for, by the callback too. One process on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -60,9 +58,7 @@ def test_nothing_is_counted_unasked(clock: Clock) -> None:
         pass
 
 
-def test_callback_logs_the_longest_wait_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_callback_logs_the_longest_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And prints the rank that waited least, as the one that the others waited for."""
     others = [["near", 7000.0, 10.0], ["far", -1.0, 7010.0]]
     monkeypatch.setattr(exposed_communication, "gather", lambda group, mine: [mine, *others])

@@ -1,7 +1,5 @@
 """Refusals of wrapping before anything runs, what it leaves as it was, and a module that never attends. CPU."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

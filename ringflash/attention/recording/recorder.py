@@ -21,6 +21,12 @@ ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
+# On the current GPU, as inductor allocates, in half the time of `torch.empty_strided`.
+_empty_on_gpu = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 class Recorder(TorchDispatchMode):
@@ -166,10 +172,11 @@ class Recorder(TorchDispatchMode):
     def _record_allocation(self, out: Tensor) -> None:
         """Give a new tensor a slot, and record its allocation."""
         self.slots.add(out, self._entered)
-        shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
+        shape, strides, dtype = tuple(out.shape), out.stride(), out.dtype
+        empty = _empty_on_gpu if out.is_cuda else _empty_on_cpu
 
         def allocate(now: Repetition) -> None:
-            made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            made = empty(shape, strides, dtype)
             now.tensors.append(made)
             now.addresses.append(made.data_ptr())
 

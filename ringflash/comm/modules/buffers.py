@@ -1,7 +1,7 @@
 """Comparison of buffers that layers change in a training forward, such as statistics of their tokens.
 
-A layer that computes a buffer from its tokens (running statistics, a codebook, a bias that balances experts) would keep
-another one on each rank of a ring, since each has other tokens.
+A layer that computes a buffer from its tokens (running statistics, a codebook, a bias that balances experts) gets
+different values on each rank of a ring, which has only its own tokens.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Outgoing(NamedTuple):
 
 
 class JoinAfterError:
-    """Context after whose error the caller's stream waits for all lanes.
+    """Context that makes the caller's stream wait for all lanes after an error.
 
-    After an error, out of memory for example, lanes may still write to memory that the caller is about to free, or to a
-    buffer that the next call uses as well, which may be one of another group.
+    After an error, such as out of memory, lanes may still write to memory that the caller is about to free, or to a
+    buffer that the next call uses too, even a call of another group.
     """
 
     def __init__(self, areas: GroupAreas) -> None:

@@ -99,6 +99,10 @@ class Lanes:
             self._captured.update(areas)
         return thing
 
+    def kept(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        """Return `cached` of a call that is neither captured nor recorded."""
+        return self._cache.get(key, areas, make)
+
     def mark(self) -> Marker:
         return self._record(self.current())
 

@@ -188,6 +188,5 @@ class CallQueue:
             return
         with self._lock:
             for _ in calls:
-                self.calls.popleft()
-        calls[-1].markers = []  # free its events
+                self.calls.popleft().markers = []  # free its events
         self.last = calls[-1]
