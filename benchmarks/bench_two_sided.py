@@ -114,7 +114,7 @@ def block_diffusion(blocks: int, size: int) -> SequenceMask:
 
 def whole(mask: SequenceMask) -> Mask:
     """Return the mask of a sequence on one rank."""
-    return schedule.plan_hops(mask, 1, 0, "contiguous").hops[0].mask
+    return schedule.plan_own_keys(mask, "contiguous")
 
 
 def gathered(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> Mask:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import product
 from xml.sax.saxutils import escape
 
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS
 from benchmarks.summaries import H200
-from ringflash.attention.schedule import Schedule, plan_hops
 from ringflash.sequence.layout import chunks
-from ringflash.sequence.mask import SequenceMask
 
 FIGURES = ROOT / "docs" / "figures"
-STEP_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
 BY_LENGTH = ("ringflash", "ringflash FP8", "ringflash FP8, fp8", "flash-attn-4", "cuDNN")
 MESSAGE, GRADIENT, INK, PAPER = "#9ecae9", "#ffbf79", "#222222", "#ffffff"
 CP_SIZE, SEQLEN = 4, 64
@@ -32,7 +31,7 @@ def main() -> None:
 
 def figures() -> dict[str, str]:
     """Return the SVG text of every figure, by file name."""
-    drawn = {"zigzag.svg": zigzag(), "forward.svg": timeline(backward=False), "backward.svg": timeline(backward=True)}
+    drawn = {"zigzag.svg": zigzag()}
     for path in sorted(RESULTS.glob("loss_curves_*.json")):
         drawn[f"{path.stem}.svg"] = loss_curves(json.loads(path.read_text()))
     for path in sorted(RESULTS.glob("fp8_training_*.json")):
@@ -52,7 +51,7 @@ def _results(name: str) -> list[dict]:
 
 
 def zigzag() -> str:
-    """Draw the pairs of chunks by the rank and step that compute them: 4 ranks, causal."""
+    """Draw the pairs of chunks by rank, and by its distance from the owner of the keys: 4 ranks, causal."""
     cell, left, top = 44, 120, 60
     parts = [text(left + 4 * cell, 20, f"keys, in {2 * CP_SIZE} chunks of the whole sequence", anchor="middle")]
     for i in range(2 * CP_SIZE):
@@ -60,60 +59,32 @@ def zigzag() -> str:
         parts.append(text(left + (i + 0.5) * cell, 46, f"k{i}  r{owner}", size=12, anchor="middle"))
         parts.append(text(left - 10, top + (i + 0.6) * cell, f"q{i}  rank {owner}", size=12, anchor="end"))
     for rank in range(CP_SIZE):
-        for step, q, k, half in _pairs(rank):
+        for distance, q, k, half in _pairs(rank):
             x, y = left + k * cell, top + q * cell
             corners = [(x, y), (x + cell, y + cell), (x, y + cell)]
-            shape = polygon(corners, STEP_COLORS[step]) if half else rect(x, y, cell, cell, STEP_COLORS[step])
+            shape = polygon(corners, COLORS[distance]) if half else rect(x, y, cell, cell, COLORS[distance])
             parts += [shape, text(x + cell * (0.3 if half else 0.5), y + cell * 0.68, f"r{rank}", PAPER, 12, "middle")]
     right = left + 2 * CP_SIZE * cell + 24
-    for step, color in enumerate(STEP_COLORS):
-        parts.append(rect(right, top + 30 * step, 18, 18, color))
-        parts.append(text(right + 26, top + 30 * step + 14, f"step {step}"))
-    return document(right + 110, top + 2 * CP_SIZE * cell + 16, parts)
+    for distance, color in enumerate(COLORS):
+        parts.append(rect(right, top + 30 * distance, 18, 18, color))
+        parts.append(text(right + 26, top + 30 * distance + 14, f"distance {distance}"))
+    return document(right + 130, top + 2 * CP_SIZE * cell + 16, parts)
 
 
 def _pairs(rank: int) -> Iterable[tuple[int, int, int, bool]]:
-    """Yield (step, query chunk, key chunk, True on the diagonal) of all pairs that a rank computes."""
-    schedule, size = _schedule(rank), SEQLEN // (2 * CP_SIZE)
-    own = chunks(SEQLEN, CP_SIZE, rank, "zigzag")
-    for hop in schedule.hops:
-        assert hop.source is not None
-        for q in own:
-            for k in chunks(SEQLEN, CP_SIZE, hop.source, "zigzag"):
-                if q.start >= k.start:
-                    yield hop.step, q.start // size, k.start // size, q.start == k.start
-
-
-def _schedule(rank: int) -> Schedule:
-    return plan_hops(SequenceMask(SEQLEN), CP_SIZE, rank, "zigzag")
-
-
-def timeline(*, backward: bool) -> str:
-    """Draw the kernels of one rank, with widths proportional to their work, and the concurrent messages."""
-    left, width, row = 130, 560, 40
-    schedule = _schedule(1)
-    lanes = ["kernel", "K/V from", *(["dK/dV to"] if backward else [])]
-    parts = [text(left - 12, 50 + row * i, lane, anchor="end") for i, lane in enumerate(lanes)]
-    x, ends = float(left), []
-    for hop in schedule.hops:
-        span = width * hop.mask.num_visible / schedule.num_visible
-        parts += box(x, 30, span, STEP_COLORS[hop.step], f"step {hop.step}", PAPER)
-        ends.append((x, span))
-        x += span
-    for hop, (start, span) in zip(schedule.hops[1:], ends, strict=False):
-        parts += box(start + 2, 30 + row, 0.5 * span, MESSAGE, f"r{hop.source}", INK)
-    if backward:
-        for hop, (start, span) in zip(schedule.hops[1:], [*ends[2:], (x, 0.8 * ends[-1][1])], strict=True):
-            parts += box(start + 2, 30 + 2 * row, 0.8 * span, GRADIENT, f"r{hop.source}", INK)
-    carried = "dQ stays in one fp32 buffer" if backward else "(out, lse) is carried in fp32 from step to step"
-    parts.append(text(left, 58 + row * len(lanes), f"{carried}; rank 1 of {CP_SIZE}, causal, zigzag", size=12))
-    return document(left + width + (130 if backward else 30), 74 + row * len(lanes), parts)
+    """Yield (distance, query chunk, key chunk, True on the diagonal) of all pairs that a rank computes."""
+    size = SEQLEN // (2 * CP_SIZE)
+    shards = [chunks(SEQLEN, CP_SIZE, owner, "zigzag") for owner in range(CP_SIZE)]
+    for owner, keys in enumerate(shards):
+        for q, k in product(shards[rank], keys):
+            if q.start >= k.start:
+                yield (rank - owner) % CP_SIZE, q.start // size, k.start // size, q.start == k.start
 
 
 def measured_timeline(result: dict) -> str:
     """Draw the timeline of one rank's device in a forward and backward, by kind of work."""
     lanes = {"kernel": ("forward", "backward"), "messages": ("message",), "waits": ("wait",), "the rest": ("other",)}
-    colors = {"forward": STEP_COLORS[0], "backward": STEP_COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
+    colors = {"forward": COLORS[0], "backward": COLORS[1], "message": MESSAGE, "wait": INK, "other": GRADIENT}
     left, top, width, row, spans = 90, 30, 760, 34, result["spans"]
     scale = width / max(span["start_us"] + span["us"] for span in spans)
     parts = [text(left, 18, f"{result['row']}, {result['environment']['device']}, rank 1", size=12)]
@@ -134,7 +105,7 @@ def loss_curves(result: dict) -> str:
     highest = max(max(curve) for curve in losses.values())
     parts = [text(left, 18, f"training loss by step, {result['precision']}, {result['environment']['device']}")]
     parts += scale(left, top, width, height, range(int(highest) + 1), highest)
-    for i, (color, (size, curve)) in enumerate(zip(STEP_COLORS, losses.items(), strict=False)):
+    for i, (color, (size, curve)) in enumerate(zip(COLORS, losses.items(), strict=False)):
         points = [(left + width * s / len(curve), top + height * (1 - x / highest)) for s, x in enumerate(curve)]
         parts.append(polyline(points, color, 9 - 2.5 * i))
         parts += [
@@ -148,7 +119,7 @@ def fp8_curves(result: dict) -> str:
     """Draw the mean loss by step of each choice of attention, and next to it the difference from the first choice."""
     left, top, width, height, gap = 60, 44, 360, 180, 90
     first, *others = next(iter(result["curves"].values()))
-    colors = dict(zip((first, *others), (INK, "#999999", *STEP_COLORS), strict=False))
+    colors = dict(zip((first, *others), (INK, "#999999", *COLORS), strict=False))
     parts = [text(left, 18, f"training loss by step, means over the seeds, {result['environment']['device']}")]
     for row, (variant, curves) in enumerate(result["curves"].items()):
         y = top + row * (height + 54)
@@ -192,7 +163,7 @@ def ring_beside_peers(results: Sequence[dict]) -> str:
     kind = ", 32/8 heads of 128, causal"
     rows = [row for row in results if row["row"].endswith(kind) and row["pass"] == "forward + backward"]
     names = [name for name in rows[0]["percent"] if "graph" not in name.lower()]
-    colors = dict(zip(names, (*STEP_COLORS, MESSAGE), strict=True))
+    colors = dict(zip(names, (*COLORS, MESSAGE), strict=True))
     left, top, height, bar = 50, 34, 220, 34
     group = bar * len(names) + 30
     width = group * len(rows)
@@ -228,11 +199,11 @@ def by_length(results: Sequence[dict], direction: str) -> str:
     places = [left + width * (i + 0.5) / len(rows) for i in range(len(rows))]
     for x, label in zip(places, labels, strict=True):
         parts.append(text(x, top + height + 18, label, size=11, anchor="middle"))
-    for color, who in zip(STEP_COLORS, contenders, strict=False):
+    for color, who in zip(COLORS, contenders, strict=False):
         points = [(x, row["tflops"][who]) for x, row in zip(places, rows, strict=True) if who in row["tflops"]]
         scaled = [(x, top + height * (1 - value / highest)) for x, value in points]
         parts += [polyline(scaled, color), *(circle(x, y, color) for x, y in scaled)]
-    for i, (color, who) in enumerate(zip(STEP_COLORS, contenders, strict=False)):
+    for i, (color, who) in enumerate(zip(COLORS, contenders, strict=False)):
         parts += [circle(left + 150 * i, top + height + 42, color), text(left + 10 + 150 * i, top + height + 46, who)]
     return document(left + width + 20, top + height + 60, parts)
 
@@ -257,11 +228,6 @@ def document(width: float, height: float, parts: Iterable[str]) -> str:
     """Return a complete SVG document on a white background."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" font-family="sans-serif">'
     return "\n".join([head, rect(0, 0, width, height, PAPER), *parts, "</svg>", ""])
-
-
-def box(x: float, y: float, width: float, color: str, label: str, ink: str) -> list[str]:
-    """Return a bar with its label."""
-    return [rect(x, y, max(width - 3, 1), 28, color), text(x + width / 2, y + 19, label, ink, 12, "middle")]
 
 
 def rect(x: float, y: float, width: float, height: float, color: str) -> str:

@@ -1,13 +1,13 @@
-"""Breakdown of a ring's time by hop, from a profiler trace of one forward and backward.
+"""Breakdown of a ring's time by section, from a profiler trace of one forward and backward.
 
     torchrun --nproc-per-node 8 benchmarks/trace_ring.py --folder traces
     torchrun --nproc-per-node 2 benchmarks/trace_ring.py --toy --folder traces     (CPU, gloo)
 
-Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its hops. Devices spin until all
-hosts have issued two calls of both passes, and the second call is shown: as in a training step, the host is then ahead
-and links are awake. Kernel time is that of a hop's range (of a section's range if gathered by heads; two sections may
-overlap). The gap before a hop is exposed communication while a message, a copy or a wait for one runs in it, otherwise
-idle time. traces/timeline.json is the timeline of rank 1's device, for the figure in docs/performance.md.
+Every rank writes traces/rank<r>.json for chrome://tracing or Perfetto; rank 0 prints its sections. Devices spin until
+all hosts have issued two calls of both passes, and the second call is shown: as in a training step, the host is then
+ahead and links are awake. Kernel time is that of a section's range; two sections may overlap. The gap before a section
+is exposed communication while a message, a copy or a wait for one runs in it, otherwise idle time. traces/timeline.json
+is the timeline of rank 1's device, for the figure in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from benchmarks.environment import describe  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
 _SPIN_CYCLES = 150_000_000  # about 80 ms, since a profiler makes the host several times slower
-_HOP = re.compile(r"ringflash::(forward|backward)_(?:step|section)(\d+)$")
-_COMMUNICATION = re.compile(rf"{MESSAGE}|{WAIT}|ringflash::arrive")
+_SECTION = re.compile(r"ringflash::(forward|backward)_section(\d+)$")
+_COMMUNICATION = re.compile(rf"{MESSAGE}|{WAIT}")
 _KINDS = {
     "forward": re.compile(r"^forward_kernel"),
     "backward": re.compile(r"^backward_"),
@@ -42,11 +42,11 @@ _KINDS = {
 }
 
 
-class Hop(NamedTuple):
-    """Microseconds of one hop; the gap is between its kernel and that of the previous hop in the same pass."""
+class Section(NamedTuple):
+    """Microseconds of one section; the gap is between its kernel and that of the previous section in the same pass."""
 
     direction: str
-    step: int
+    number: int
     kernel_us: float
     exposed_us: float
     idle_us: float
@@ -76,7 +76,7 @@ def main() -> None:
     trace(entry, path)
     events = after_mark(json.loads(path.read_text())["traceEvents"])
     if dist.get_rank() == 0:
-        print(table(hops(events)))
+        print(table(sections(events)))
     if dist.get_rank() == 1:
         result = {"environment": describe(), "row": str(row), "spans": timeline(events)}
         (options.folder / "timeline.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -109,8 +109,8 @@ def after_mark(events: list[dict]) -> list[dict]:
     return [event for event in events if event.get("cat") not in on_device or float(event["ts"]) >= begin]
 
 
-def hops(events: list[dict]) -> list[Hop]:
-    """Return the hops of a trace in order of time, from the GPU's ranges if there are any, else from the host's."""
+def sections(events: list[dict]) -> list[Section]:
+    """Return the sections of a trace in order of time, from the GPU's ranges if there are any, else from the host's."""
     timed = [event for event in events if event.get("ph") == "X"]
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in timed)
     ranges = [event for event in timed if event.get("cat") == ("gpu_user_annotation" if on_gpu else "user_annotation")]
@@ -118,13 +118,13 @@ def hops(events: list[dict]) -> list[Hop]:
     busy = _united([span_of(event) for event in others if _COMMUNICATION.search(event["name"])])
     found, last = [], {}
     for event in sorted(ranges, key=lambda event: event["ts"]):
-        match = _HOP.search(event["name"])
+        match = _SECTION.search(event["name"])
         if match is None:
             continue
         direction, (begin, end) = match[1], span_of(event)
         gap = (last.get(direction, begin), begin)
         exposed = sum(max(0.0, min(gap[1], stop) - max(gap[0], start)) for start, stop in busy)
-        found.append(Hop(direction, int(match[2]), end - begin, exposed, max(0.0, gap[1] - gap[0]) - exposed))
+        found.append(Section(direction, int(match[2]), end - begin, exposed, max(0.0, gap[1] - gap[0]) - exposed))
         last[direction] = end
     return found
 
@@ -143,10 +143,12 @@ def timeline(events: list[dict]) -> list[dict[str, object]]:
     return spans
 
 
-def table(found: list[Hop]) -> str:
-    """Return a table with one line per hop."""
-    lines = [f"{'hop':>12} {'kernel us':>11} {'exposed us':>11} {'idle us':>11}"]
-    lines += [f"{h.direction:>9} {h.step:>2} {h.kernel_us:11.1f} {h.exposed_us:11.1f} {h.idle_us:11.1f}" for h in found]
+def table(found: list[Section]) -> str:
+    """Return a table with one line per section."""
+    lines = [f"{'section':>12} {'kernel us':>11} {'exposed us':>11} {'idle us':>11}"]
+    lines += [
+        f"{x.direction:>9} {x.number:>2} {x.kernel_us:11.1f} {x.exposed_us:11.1f} {x.idle_us:11.1f}" for x in found
+    ]
     return "\n".join(lines)
 
 

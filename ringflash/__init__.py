@@ -7,8 +7,8 @@ The folder, lower layers first:
     comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls,
                 meshes
     sequence/   tokens of each rank (layout), mask in global coordinates, documents by positions, padding, labels
-    attention/  ring_attention. On GPUs an all-gather of K/V by groups of heads and blocks of keys, overlapped with the
-                kernels; on gloo a ring of hops: the K/V of one rank per step
+    attention/  ring_attention: an all-gather of K/V by groups of heads and blocks of keys, on GPUs overlapped with the
+                kernels
     recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
     loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
     wrap/, huggingface/, accelerate/, lightning/, deepspeed/, megatron/, torchtitan/, compat/

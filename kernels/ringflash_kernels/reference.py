@@ -118,18 +118,20 @@ begin_backward = ReferenceBackward
 
 
 def _blocks(q: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield blocks of query rows with a visible key: rows, columns, visibility (rows, columns)."""
+    """Yield blocks of query rows, and the columns from the first to the last that they see, with their visibility."""
     if not mask.regions:
         return
-    cols = slice(*mask.k_span)
     first, end = mask.q_span
     visible = mask.dense(q.device)
-    block = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * (cols.stop - cols.start)))
-    size = -(-(cols.stop - cols.start) // _num_pieces)
+    starts, stops = mask.bounds("cpu")
+    num_keys = mask.k_span[1] - mask.k_span[0]
+    block = max(1, _MAX_SCORES // (q.shape[0] * q.shape[2] * num_keys))
+    size = -(-num_keys // _num_pieces)
     for start in range(first, end, block):
         rows = slice(start, min(start + block, end))
-        for left in reversed(range(cols.start, cols.stop, size)):
-            piece = slice(left, min(left + size, cols.stop))
+        stop = int(stops[rows].max())
+        for left in reversed(range(int(starts[rows].min()), stop, size)):
+            piece = slice(left, min(left + size, stop))
             yield rows, piece, visible[rows, piece]
 
 

@@ -154,9 +154,9 @@ class Explanation:
     """Plan of one call on this rank, as `explain` returns it.
 
     Args:
-        algorithm: "gather" of K/V by heads, "ring" of hops, "ulysses" or "by_host".
+        algorithm: "gather" of K/V by heads, "ulysses", "by_host", or "local" for one process.
         transport: means by which K/V travel, for "by_host" those between hosts; None for one process.
-        steps: a line for each section or hop.
+        steps: lines for the keys, and for the sections of each pass.
         num_visible: query-key pairs that this rank computes.
         comm_sms: SMs that the kernels leave to NCCL.
         buffer_bytes: communication buffers that this process holds already.
@@ -199,7 +199,7 @@ def explain(
     transport: str = "auto",
     deterministic: bool = False,
 ) -> Explanation:
-    """Say which kernel, algorithm, transport, and sections or hops `ring_attention` would use; nothing is run or sent.
+    """Say which kernel, algorithm, transport, and sections `ring_attention` would use; nothing is run or sent.
 
     On GPUs the transport "auto" is shown as "copy_engine or nccl", and the algorithm as "gather or by_host", until the
     first call of the group decides.
@@ -219,7 +219,7 @@ def explain(
     chosen = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
         plan.impl, plan.impl_reason, algorithm, chosen, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
-        plan.schedule.num_visible, comm_sms(plan.impl, chosen), buffer_bytes(), plan.transport_reason,
+        plan.all_keys.mask.num_visible, comm_sms(plan.impl, chosen), buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
@@ -237,25 +237,21 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
             *_steps(rail, on_rail),
             "all-to-all of heads, back",
         )
-    if plan.algorithm is not Algorithm.RING:
-        blocks = plan.key_blocks(shape)
-        sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
-        sections = choose_sections(sizes, len(blocks))
-        return (
-            *(
-                f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "
-                f"{block.mask.num_visible} pairs"
-                for block in blocks
-            ),
-            *(
-                f"{pass_name}: sections of {' + '.join(map(str, heads))} KV heads"
-                for pass_name, heads in sections._asdict().items()
-            ),
-        )
-    return tuple(
-        f"step {hop.step}: K/V of rank {hop.source}, {hop.mask.num_visible} pairs in {len(hop.mask.regions)} region(s)"
-        for hop in plan.schedule.hops
-        if hop.source is not None
+    if plan.algorithm is Algorithm.LOCAL:
+        return ("one launch",)
+    blocks = plan.key_blocks(shape)
+    sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
+    sections = choose_sections(sizes, len(blocks))
+    return (
+        *(
+            f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "
+            f"{block.mask.num_visible} pairs"
+            for block in blocks
+        ),
+        *(
+            f"{pass_name}: sections of {' + '.join(map(str, heads))} KV heads"
+            for pass_name, heads in sections._asdict().items()
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention over an all-gather of K/V by groups of heads: the path of GPUs, over the copy engine or NCCL.
+"""Attention over an all-gather of K/V by groups of heads: over the copy engine, NCCL, or gloo on CPUs.
 
     pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from the owners (no SM), or messages
     even    ...... section 0 ..... section 2 .......     kernels; the next section's take the SMs that the last
@@ -7,7 +7,7 @@
     end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     gradients return to the owners, who add them up; dQ is cast
 
 README.md defines sections, blocks and units. A rank gathers the keys that it sees in the order of their positions, so
-each section is one launch, as on one device: no state passes from hop to hop. The first section is small, since no
+each section is one launch, as on one device, and no state passes between launches. The first section is small, since no
 kernel hides its pull; so is the last one of a backward, since no kernel hides the return of its gradients. Long
 sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its K/V fit into one area,
 gradients return in batches of several sections, so that NVLink can fall idle in between. docs/decisions/
@@ -48,7 +48,7 @@ class HeadGather(GatherCall):
     """One attention call that gathers K/V by heads, without its tensors."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute attention as `RingOfHops.forward` does, but with one launch per unit instead of one per hop."""
+        """Compute attention as `LocalAttention.forward` does, with one launch per unit."""
         out, lse = self._issue("forward", self._forward, (q, k, v, row_max))
         return out, lse
 
@@ -62,7 +62,7 @@ class HeadGather(GatherCall):
         return out, lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients as `RingOfHops.backward` does; dk and dv are summed in the order of the ranks."""
+        """Compute gradients as `LocalAttention.backward` does; dk and dv are summed in the order of the ranks."""
         dq, dk, dv = self._issue("backward", self._backward, inputs)
         return dq, dk, dv
 

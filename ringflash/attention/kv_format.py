@@ -44,10 +44,6 @@ class KVFormat:
             return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8, head_dims)
         return cls(False, for_backward, 1, (sum(head_dims),), k.dtype, head_dims)
 
-    def packed_shape(self, k: Tensor) -> tuple[int, ...]:
-        """Return the shape of the lines of k: (batch, lines, num_kv_heads, *line_shape); the last may be padded."""
-        return k.shape[0], -(-k.shape[1] // self.keys_per_line), k.shape[2], *self.line_shape
-
     @property
     def line_elements(self) -> int:
         """Elements of a line."""
@@ -56,13 +52,6 @@ class KVFormat:
     def line_slice(self, first_key: int, num_keys: int) -> slice:
         """Return the lines of the keys [first_key, first_key + num_keys), which must be whole lines."""
         return slice(first_key // self.keys_per_line, (first_key + num_keys) // self.keys_per_line)
-
-    def pack(self, k: Tensor, v: Tensor, kernel: ModuleType, out: Tensor) -> None:
-        """Write the lines of k and v to `out`, of `packed_shape`."""
-        if self.rounded:
-            kernel.quantise_kv(k, v, for_backward=self.for_backward, out=out)
-        else:
-            torch.cat((k, v), dim=3, out=out)
 
     def unpack(self, lines: Tensor) -> tuple[Tensor, ...]:
         """Return the arguments that kernels take for these lines: views as k and v, or the records."""

@@ -12,9 +12,9 @@ class Algorithm(StrEnum):
     """Division of one call's work among the ranks; the transport says how bytes travel."""
 
     GATHER = "gather"  # K/V of all ranks, some heads at a time
-    RING = "ring"  # K/V of one rank per hop; a single process has only its own
+    LOCAL = "local"  # its own K/V, of a single process
     ULYSSES = "ulysses"  # an all-to-all of heads between all ranks
-    BY_HOST = "by_host"  # an all-to-all of heads in each host, around GATHER or RING between hosts
+    BY_HOST = "by_host"  # an all-to-all of heads in each host, around GATHER between hosts
 
 
 HEAD_EXCHANGES = Algorithm.BY_HOST, Algorithm.ULYSSES  # the argument `transport` takes their names, too

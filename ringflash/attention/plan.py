@@ -14,9 +14,9 @@ from torch import Tensor
 from ringflash.attention import schedule
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, check_call
+from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
-from ringflash.attention.ring_of_hops import RingOfHops
-from ringflash.attention.schedule import KeyBlock, Schedule
+from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import GatherSizes, choose_blocks
 from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
 from ringflash.comm import cuda_graphs
@@ -80,11 +80,6 @@ class CallPlan:
         size, rank = self.options.size_and_rank
         return (len(self.members), self.members.index(rank)) if self.members else (size, rank)
 
-    @property
-    def schedule(self) -> Schedule:
-        """Hops of this rank."""
-        return schedule.plan_hops(self.mask, *self.size_and_rank, self.options.layout)
-
     @cached_property
     def all_keys(self) -> KeyBlock:
         """Keys that this rank gathers by heads, as a single block."""
@@ -117,7 +112,7 @@ class CallPlan:
         of_blocks = choose_blocks(sizes, steps, self.transport)
         return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_per_line)
 
-    def open(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
+    def open(self, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather | Ulysses:
         """Open the transport, a collective call, and return the algorithm that runs the call."""
         plan = self._decide(shape) if self.algorithm is UNDECIDED else self
         if plan.algorithm in HEAD_EXCHANGES:
@@ -136,7 +131,8 @@ class CallPlan:
         """Return plan and shape of attention between hosts, of all rows of a host and a share of the heads."""
         transport = message_transport(shape.device) if split.num_hosts > 1 else None
         members = split.rail_of(self.options.size_and_rank[1])
-        rail = replace(self, algorithm=ring_over(transport), transport=transport, members=members)
+        ring = Algorithm.LOCAL if transport is None else Algorithm.GATHER
+        rail = replace(self, algorithm=ring, transport=transport, members=members)
         kv_heads = shared_kv_heads(split.num_gpus, shape.num_heads, shape.kv.heads)
         return rail, shape.on_host(split.num_gpus, len(kv_heads))
 
@@ -151,7 +147,7 @@ class CallPlan:
         algorithm, reason = _algorithm_of_auto(name, self.options, shape)
         return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
 
-    def _open_ulysses(self, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather | Ulysses:
+    def _open_ulysses(self, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather | Ulysses:
         """Open the areas of this rank's host and the transport of its rail, and return the algorithm over both.
 
         Raises:
@@ -176,20 +172,19 @@ class CallPlan:
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
-    def _open_ring(self, channel: Transport | None, shape: CallShape, call: CallNumber) -> RingOfHops | HeadGather:
+    def _open_ring(self, channel: Transport | None, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather:
         """Return the algorithm over an open transport, between `members` only; None for a single process."""
         if isinstance(channel, PointToPoint) and self.members:
             channel = channel.among(self.members)
         options = self.options
         kernel_options = self.impl, options.scale, options.deterministic
-        if channel is not None and self.algorithm is Algorithm.GATHER:
+        if channel is not None:
             areas = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
             rounded = self.keys_per_line > 1
             return HeadGather(self.key_blocks(shape), areas, *kernel_options, call, rounded)
-        assert channel is None or isinstance(channel, PointToPoint)
-        hops = self.schedule
-        cuda_graphs.keep_if_captured(hops, shape.device)
-        return RingOfHops(hops, channel, *kernel_options)
+        own = schedule.plan_own_keys(self.mask, options.layout)
+        cuda_graphs.keep_if_captured(own, shape.device)
+        return LocalAttention(own, *kernel_options)
 
 
 plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
@@ -289,11 +284,6 @@ def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) 
     return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
 
 
-def ring_over(transport: str | Undecided | None) -> Algorithm:
-    """Return the algorithm that runs over a transport: a gather by heads on GPUs, hops on CPUs and for one process."""
-    return Algorithm.RING if transport in (None, "gloo") else Algorithm.GATHER
-
-
 def _choose_algorithm(
     options: CallOptions, shape: CallShape
 ) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
@@ -319,7 +309,7 @@ def _choose_algorithm(
     if name == "auto":
         algorithm, reason = _algorithm_of_auto(transport, options, shape)
         return algorithm, transport, reason
-    return Algorithm.RING if group is None else ring_over(transport), transport, "asked for"
+    return Algorithm.LOCAL if group is None else Algorithm.GATHER, transport, "asked for"
 
 
 def _algorithm_of_auto(
@@ -328,21 +318,20 @@ def _algorithm_of_auto(
     """Return the algorithm of "auto" over a transport, and why: BY_HOST over messages if hosts and heads allow it."""
     group = options.group
     if group is None:
-        return Algorithm.RING, "one process"
+        return Algorithm.LOCAL, "one process"
     if transport is UNDECIDED:
         return UNDECIDED, "decided by the first call"
-    ring = ring_over(transport)
     if transport == "copy_engine":
-        return ring, "all GPUs have peer access"
+        return Algorithm.GATHER, "all GPUs have peer access"
     if options.layout in DOCUMENT_LAYOUTS:
-        return ring, f"layout {options.layout!r}, whose chunks differ in size"
+        return Algorithm.GATHER, f"layout {options.layout!r}, whose chunks differ in size"
     split = known_split(group)
     if split is None:
-        return ring, refusal_of(group) or "hosts are not known"
+        return Algorithm.GATHER, refusal_of(group) or "hosts are not known"
     if split.num_hosts == 1 or split.num_gpus == 1:
-        return ring, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
+        return Algorithm.GATHER, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
     if shape.num_heads % split.num_gpus:
-        return ring, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
+        return Algorithm.GATHER, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
     return Algorithm.BY_HOST, str(split)
 
 

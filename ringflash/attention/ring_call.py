@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
+from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.plan import CallPlan, cached_plan, plan_or_reuse
-from ringflash.attention.ring_of_hops import RingOfHops
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
 from ringflash.comm.agreement import TrackedCall
@@ -93,7 +93,7 @@ class RingCall:
         assert self._plan is not None
         return self._plan
 
-    def start(self, shape: CallShape) -> RingOfHops | HeadGather | Ulysses:
+    def start(self, shape: CallShape) -> LocalAttention | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
         inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device.type)
         if inference or autocast:

@@ -1,19 +1,15 @@
-"""Hops of the ring and keys of the all-gather, for each rank, computed on the host, and the same on every rank.
+"""Keys that each rank gathers, computed on the host, and the same on every rank.
 
-`plan.py` calls `plan_hops` for a ring of hops, and `plan_single_block` or `plan_blocks` for an all-gather by heads.
+At distance t round the ring rank r needs the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size those of
+rank r. Four ranks, zigzag, causal; every distance after the first is half a square for everyone:
 
-On step t rank r computes with the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size reads the K/V of
-rank r. Four ranks, zigzag, causal; every step after the first is half a square for everyone:
-
-    step 0          step 1               step 2               step 3
+    distance 0      distance 1           distance 2           distance 3
     r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
     r1  q1 q6|k1 k6   q1 q6 | r0: k0       q6    | r3: k3 k4    q6    | r2: k2 k5
     r2  q2 q5|k2 k5   q2 q5 | r1: k1       q2 q5 | r0: k0       q5    | r3: k3 k4
     r3  q3 q4|k3 k4   q3 q4 | r2: k2       q3 q4 | r1: k1       q3 q4 | r0: k0
 
-If a rank sees no key of another one under the mask, nothing is sent or computed for this pair. A step without any
-visible key is left out. All ranks keep the same list of steps, because two messages between one pair of ranks must
-be posted in the same order on both sides.
+If a rank sees no key of another one under the mask, nothing is sent or computed for this pair.
 """
 
 from __future__ import annotations
@@ -25,62 +21,22 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from ringflash.attention.shard_masks import mask_between, visible_regions
+from ringflash.attention.shard_masks import mask_between
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Mask
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One step of one rank.
-
-    Args:
-        step: distance round the ring; 0 is the rank's own K/V.
-        source: rank whose K/V this rank reads; None if none of its keys is visible.
-        reader: rank that reads this rank's K/V on this step; None if it sees none of them.
-        mask: visible pairs of local query rows and the source's local key rows.
-    """
-
-    step: int
-    source: int | None
-    reader: int | None
-    mask: Mask
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """All steps of one rank."""
-
-    hops: tuple[Hop, ...]
-
-    @property
-    def num_visible(self) -> int:
-        """Visible pairs that this rank computes: its share of the work."""
-        return sum(hop.mask.num_visible for hop in self.hops)
-
-
-@lru_cache(maxsize=8)  # small: schedules hold bounds in device memory, and packed data need a new one each step
-def plan_hops(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str) -> Schedule:
-    """Build the schedule of one rank.
-
-    Raises:
-        ValueError: the layout cannot divide the sequence evenly.
-    """
-    shards = _shards(mask, cp_size, layout)
-    rows = mask.seqlen // cp_size
-    hops = []
-    for step in active_steps(mask, cp_size, layout):
-        source, reader = (cp_rank - step) % cp_size, (cp_rank + step) % cp_size
-        visible = mask_between(mask, shards[cp_rank], shards[source], rows, rows)
-        read = next(visible_regions(mask, shards[reader], shards[cp_rank]), None) is not None
-        hops.append(Hop(step, source if visible.regions else None, reader if read else None, visible))
-    return Schedule(tuple(hops))
+@lru_cache(maxsize=8)  # small: masks hold bounds in device memory, and packed data need a new one each step
+def plan_own_keys(mask: SequenceMask, layout: str) -> Mask:
+    """Return the visible pairs of a single process, which holds all rows and keys."""
+    (own,) = _shards(mask, 1, layout)
+    return mask_between(mask, own, own, mask.seqlen, mask.seqlen)
 
 
 @lru_cache(maxsize=64)
 def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
-    """Return the steps on which any rank sees a key of its source, ascending; step 0 is always one of them."""
+    """Return the distances at which any rank sees a key, ascending; 0 is always one of them."""
     shards = _shards(mask, cp_size, layout)
     owned = sorted((chunk, rank) for rank, shard in enumerate(shards) for chunk in shard)
     starts = [chunk.start for chunk, _ in owned]

@@ -2,7 +2,7 @@
 
     rank                   its own rows, all heads               q, k, v
     all-to-all in a host   the rows of the host, a share of the heads
-    ring over a rail       attention over the keys of all hosts  (`HeadGather` or `RingOfHops`; local for one host)
+    ring over a rail       attention over the keys of all hosts  (`HeadGather`; `LocalAttention` for one host)
     all-to-all in a host   its own rows, all heads               out, lse
 
 A *rail* is the ranks that have the same index on their hosts. K/V of a head cross between hosts on one rail only, so
@@ -33,7 +33,7 @@ from ringflash_kernels.api import state_dtype
 
 
 class Attention(Protocol):
-    """Attention over a rail, as `RingOfHops` and `HeadGather` compute it."""
+    """Attention over a rail, as `LocalAttention` and `HeadGather` compute it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
@@ -83,7 +83,7 @@ class Ulysses:
     number: CallNumber
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Compute attention as `RingOfHops.forward` does."""
+        """Compute attention as `LocalAttention.forward` does."""
         shared = self._shared(q, k)
         exchange = self._exchange("forward")
         with JoinAfterError(self.areas):
@@ -98,7 +98,7 @@ class Ulysses:
         return out, lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients as `RingOfHops.backward` does; those of a shared KV head are summed in rank order."""
+        """Compute gradients as `LocalAttention.backward` does; those of a shared KV head are summed in rank order."""
         dout, dlse, q, k, v, out, lse, row_max = inputs
         shared = self._shared(q, k)
         exchange, num_kv_heads = self._exchange("backward"), k.shape[2]

@@ -37,11 +37,11 @@ class Waits:
 
     @contextmanager
     def add(self, device: torch.device) -> Iterator[None]:
-        """Count the enclosed code."""
+        """Count the enclosed code. On the host, it may have waits inside, which are counted once."""
         if device.type != "cuda":
-            start = time.perf_counter()
+            before, start = self._host_seconds, time.perf_counter()
             yield
-            self._host_seconds += time.perf_counter() - start
+            self._host_seconds = before + time.perf_counter() - start
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

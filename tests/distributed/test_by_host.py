@@ -8,6 +8,7 @@ tests in every case. tests/unit/test_happens_before.py leaves out each wait in t
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.attention import head_exchange, plan, ulysses
 from ringflash.attention.head_exchange import AllToAll, Share
-from ringflash.attention.options import Algorithm
 from ringflash.comm import call_numbers
 from ringflash.comm.group import Host, HostSplit, known_split, remember_split, resolve
 from ringflash.comm.hosts import split_hosts
@@ -204,13 +204,14 @@ def test_a_wrong_step_is_noticed(pool: Pool, name: str) -> None:
 
 
 def bytes_between_hosts(ctx: Context, transport: str, case: Case) -> int:
-    """Bytes that this rank sends to other hosts in one forward and backward, of two hosts."""
+    """Bytes of K/V and gradients that this rank sends to the other of two hosts in one forward and backward."""
     sent = 0
 
     def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
         nonlocal sent
         for message in sends:
-            if message.rank is not None and self.rank_in_group(message.rank) // 2 != ctx.rank // 2:
+            is_number = message.tensor.nbytes == 8  # of the call
+            if not is_number and self.rank_in_group(message.rank) // 2 != ctx.rank // 2:
                 sent += message.tensor.nbytes
         return original(self, sends, recvs)
 
@@ -224,8 +225,9 @@ def bytes_between_hosts(ctx: Context, transport: str, case: Case) -> int:
 def test_each_key_enters_a_host_once(pool: Pool, case: Case) -> None:
     flat, nested = (pool.run(bytes_between_hosts, transport, case) for transport in ("gloo", "by_host"))
     rows, heads = 2 * 6 * 2, case.num_kv_heads // 2  # of a host; of a rank
-    kv = 2 * rows * heads * case.head_dim * 8
-    assert nested == [3 * kv] * 4  # forward, backward, and gradients
+    half = rows * heads * case.head_dim * 8  # K and V of a chunk
+    sent = (1, 2) if case.causal else (2, 2)  # chunks that the other host sees: of 0 and 3, and of 1 and 2
+    assert nested == [(2 * sent[host] + sent[1 - host]) * half for host in (0, 0, 1, 1)]  # in both passes; gradients
     assert sum(flat) == 2 * sum(nested)
 
 
@@ -265,7 +267,6 @@ def chosen_by_auto(ctx: Context, hosts: list[str]) -> tuple[str, list[str]]:
             "open_transport",
             lambda name, group: PointToPoint("gloo", group) if name is not plan.UNDECIDED else None,
         ),
-        mock.patch.object(plan, "ring_over", lambda _: Algorithm.RING),
         mock.patch.object(plan, "transport_name", lambda channel: "gloo" if channel else "nccl"),
     ):
         before = ringflash.explain(x, x, x, group=ctx.group)
@@ -278,8 +279,8 @@ def test_auto_takes_by_host(pool: Pool) -> None:
         assert "algorithm gather or by_host, transport copy_engine or nccl (decided by the first call)" in before
         assert "algorithm by_host, transport gloo (2 x 2 (hosts x GPUs))" in four
         assert "all-to-all of heads: 2 of 4 query heads of 16 rows of the host, 2 of 4 KV heads" in four
-        assert "attention between ranks (" in four and "step 0: K/V of rank" in four
-        assert "algorithm ring, transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
+        assert "attention between ranks (" in four and " keys of ranks [" in four
+        assert "algorithm gather, transport gloo (2 x 2 (hosts x GPUs): 3 query heads cannot be divided by 2)" in three
     for _, texts in pool.run(chosen_by_auto, ["a", "b", "b", "b"]):
         assert all("gloo (all hosts of the group must have the same number of ranks" in text for text in texts)
     for _, texts in pool.run(chosen_by_auto, ["a"] * 4):
@@ -336,4 +337,4 @@ def test_a_lost_rank_ends_all_others(pool: Pool) -> None:
     text = str(error.value)
     assert all(f"rank {rank} raised" in text for rank in range(3))
     assert "exchanged rows of rank 2 to rank 3 over gloo" in text
-    assert "K/V of step 1 of rank 1 to rank 3 over gloo" in text
+    assert re.search("K/V of section 0 of rank 1 (to|from) rank 3 over gloo", text)

@@ -1,10 +1,10 @@
-"""FP8 through `ring_attention`, its specification on 2 CPU processes: over gloo by hops, over shared memory by heads.
+"""FP8 through `ring_attention`, its specification on 2 CPU processes: over gloo and over shared memory.
 
-The owner rounds K and V, and records of them travel. (By heads, chunks of other lengths than multiples of 128 tokens
-travel in bf16, and every rank rounds what it has gathered.) One process with the same implementation is the baseline of
+The owner rounds K and V, and records of them travel. (Chunks of other lengths than multiples of 128 tokens travel in
+bf16, and every rank rounds what it has gathered.) One process with the same implementation is the baseline of
 the tolerance: cutting the sequence may not add more than its error again. It hardly adds any if chunks are multiples of
 128 tokens. Blocks of keys that share a scale are then the same on every rank and so are the bits of q8, k8 and v8;
-results differ by the order of sums. By heads, in one block of keys, out and lse have the bits of one process.
+results differ by the order of sums. In one block of keys, out and lse have the bits of one process.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def sections_over_messages() -> Iterator[None]:
 
 
 PATHS: dict[str, Callable[[], AbstractContextManager]] = {
-    "hops": nullcontext, "heads": copy_engine, "heads over messages": sections_over_messages,
-    "blocks of keys": blocks_of_keys,
+    "gloo": nullcontext, "copy engine": copy_engine, "messages": sections_over_messages, "blocks": blocks_of_keys,
 }  # fmt: skip
 
 
@@ -95,7 +94,7 @@ def check_all(ctx: Context, cases: list[Case], chunk: int, path: str, impl: str 
             # With "_all" the scales of dK and dV follow from the queries of the rank.
             # In stripes, 64 rows of q share a scale that are not neighbours in one process.
             if chunk % ALIGNED == 0 and not impl.endswith("_all") and case.layout != "striped":
-                assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("heads") else ())
+                assert_same_operands(got, alone, exact=("out", "lse") if path.startswith("copy engine") else ())
 
 
 def assert_same_operands(
@@ -109,10 +108,10 @@ def assert_same_operands(
         torch.testing.assert_close(x, y, rtol=0, atol=allowed, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("path", ["hops", "heads"])
+@pytest.mark.parametrize("path", ["gloo", "copy engine"])
 def test_masks(pool: Pool, path: str) -> None:
     """With chunks of 50 tokens, whose blocks of keys are those of no other rank."""
-    pool.run(check_all, MASKS[path == "heads" :: 9], 50, path, size=2)
+    pool.run(check_all, MASKS[path == "copy engine" :: 9], 50, path, size=2)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -124,14 +123,14 @@ def test_operands_have_the_same_bits_on_every_rank(pool: Pool, path: str) -> Non
 def test_a_window_begins_inside_of_a_chunk(pool: Pool) -> None:
     """At a multiple of 128 keys, so that out and lse still have the bits of one process."""
     case = replace(MASKS[0], window="left", layout="contiguous")
-    pool.run(check_all, [case, replace(case, layout="zigzag")], 2 * ALIGNED, "heads", size=2)
+    pool.run(check_all, [case, replace(case, layout="zigzag")], 2 * ALIGNED, "copy engine", size=2)
 
 
-@pytest.mark.parametrize("path", ["hops", "heads"])
+@pytest.mark.parametrize("path", ["gloo", "copy engine"])
 @pytest.mark.parametrize("impl", ["reference_fp8_scores", "reference_fp8_all"])
 def test_products_of_the_backward(pool: Pool, path: str, impl: str) -> None:
     """The forward keeps the largest score of each row for "_all"."""
-    pool.run(check_all, [*MASKS[path == "heads" :: 20], *SHAPES[::2]], ALIGNED, path, impl, size=2)
+    pool.run(check_all, [*MASKS[path == "copy engine" :: 20], *SHAPES[::2]], ALIGNED, path, impl, size=2)
 
 
 def sent(ctx: Context, case: Case, chunk: int, path: str) -> list[tuple[str, int]]:
@@ -139,7 +138,7 @@ def sent(ctx: Context, case: Case, chunk: int, path: str) -> list[tuple[str, int
     seen: list[tuple[str, int]] = []
 
     def post(self: PointToPoint, sends: list[Message], recvs: list[Message]) -> Pending:
-        messages = [message for message in sends if message.rank is not None and message.tensor.nbytes > 8]
+        messages = [message for message in sends if message.tensor.nbytes > 8]
         seen.extend((message.what.split()[0], message.tensor.nbytes) for message in messages)
         return original(self, sends, recvs)
 
@@ -150,23 +149,23 @@ def sent(ctx: Context, case: Case, chunk: int, path: str) -> list[tuple[str, int
     return seen
 
 
-@pytest.mark.parametrize(("path", "chunk"), [("hops", 128), ("hops", 50), ("heads over messages", 128)])
-def test_records_travel(pool: Pool, path: str, chunk: int) -> None:
+@pytest.mark.parametrize("path", ["gloo", "messages"])
+def test_records_travel(pool: Pool, path: str) -> None:
     """Half the bytes of K and V in bf16 and 128 for each record, in both passes; gradients return in fp32."""
     case = replace(SHAPES[0], causal=False)
-    records = case.batch * -(-2 * chunk // ALIGNED) * case.num_kv_heads * (2 * ALIGNED * case.head_dim + 128)
-    gradients = 2 * case.batch * 2 * chunk * case.num_kv_heads * case.head_dim * 4
-    for seen in pool.run(sent, case, chunk, path, size=2):
+    records = case.batch * 2 * case.num_kv_heads * (2 * ALIGNED * case.head_dim + 128)
+    gradients = 2 * case.batch * 2 * ALIGNED * case.num_kv_heads * case.head_dim * 4
+    for seen in pool.run(sent, case, ALIGNED, path, size=2):
         assert sum(size for kind, size in seen if kind == "K/V") == 2 * records
         assert sum(size for kind, size in seen if kind == "dK/dV") == gradients
 
 
 def test_exchanged_heads(pool: Pool) -> None:
-    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, "hops", "reference_fp8_all", size=2)
+    pool.run(check_all, [replace(SHAPES[0], transport="ulysses")], ALIGNED, "gloo", "reference_fp8_all", size=2)
 
 
 def check_other_blocks(ctx: Context) -> None:
-    case, chunk = MASKS[0], 50
+    case, chunk = replace(MASKS[0], window="left", layout="contiguous"), 50
     whole = ring_check.problem(case, 2 * ctx.size * chunk, torch.bfloat16, ctx.device)
     got, alone = ring_check.run(ctx, case, whole, chunk, IMPL), one_process(case, whole, chunk)
     assert_same_operands(got, {name: ring_check.shard(ctx, case, alone[name], name) for name in got})

@@ -6,17 +6,19 @@ Each is planted on all ranks, as a mistake in the code would be.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from ringflash.attention import schedule, shard_masks
+from ringflash.attention import schedule
 from ringflash.sequence import layout
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.mask import Region
 from ringflash_kernels.merge import merge_
+from tests.distributed.test_blocks_of_keys import in_blocks
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -25,13 +27,13 @@ BEYOND = "errors must stay within their budget"
 
 
 def dropped_merge(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor) -> None:
-    """Only the first hop that a row sees counts."""
+    """Only the first block of keys that a row sees counts."""
     if bool(torch.isneginf(lse).all()):
         merge_(acc, lse, out, out_lse)
 
 
 def rounded_merge(acc: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor) -> None:
-    """The state passes through bf16 between hops."""
+    """The state passes through bf16 between blocks of keys."""
     merge_(acc, lse, out, out_lse)
     acc.copy_(acc.bfloat16())
 
@@ -44,10 +46,9 @@ def wrong_order(seqlen: int, cp_size: int, cp_rank: int, *rest: Any) -> tuple[la
 def local_positions(
     mask: SequenceMask, q_shard: tuple[layout.Chunk, ...], k_shard: tuple[layout.Chunk, ...]
 ) -> tuple[Region, ...]:
-    """Causal by the row of the shard instead of the position in the sequence, on hops that see anything."""
-    rows = sum(chunk.stop - chunk.start for chunk in q_shard)
-    sees = any(shard_masks.visible_regions(mask, q_shard, k_shard))
-    return (Region(0, rows, 0, rows, None, 0),) if sees else ()
+    """Causal by the row of the shard instead of the position in the sequence."""
+    rows, keys = (sum(chunk.size for chunk in shard) for shard in (q_shard, k_shard))
+    return (Region(0, rows, 0, keys, None, 0),)
 
 
 PLANTS: dict[str, tuple[str, Callable]] = {
@@ -63,7 +64,7 @@ def verdict(ctx: Context, plant: str | None, case: Case) -> str:
     target, replacement = PLANTS[plant] if plant else ("ringflash.attention.schedule.chunks", layout.chunks)
     _forget_schedules()
     try:
-        with mock.patch(target, replacement):
+        with mock.patch(target, replacement), in_blocks(1) if "merge_" in target else nullcontext():
             ring_check.check(ctx, case)
     except AssertionError as error:
         return str(error)
@@ -73,8 +74,8 @@ def verdict(ctx: Context, plant: str | None, case: Case) -> str:
 
 
 def _forget_schedules() -> None:
-    schedule.plan_hops.cache_clear()
-    schedule.active_steps.cache_clear()
+    for planned in (schedule.plan_single_block, schedule.plan_blocks, schedule.active_steps):
+        planned.cache_clear()
 
 
 @pytest.mark.parametrize("size", [2, 4])

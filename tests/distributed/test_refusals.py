@@ -13,6 +13,7 @@ import torch
 
 import ringflash
 from ringflash.attention import operators, plan
+from ringflash.comm.transport import PointToPoint
 from ringflash_kernels import flash4, reference
 from tests.helpers import refusals
 from tests.helpers.pool import Context, Pool, on_ranks
@@ -35,13 +36,19 @@ def test_check_switched_off_still_refuses_locally(ctx: Context) -> None:
         ringflash.set_agreement_check("changed")
 
 
-def again_after_an_error(ctx: Context, hops: tuple[int, int]) -> str:
-    """A rank's kernel fails on its hop of this number, as where a device has no memory left; then all call again."""
+def again_after_an_error(ctx: Context, others: tuple[int, int]) -> str:
+    """Kernels fail, as where a device has no memory left, on a rank after so many other messages; all call again."""
     q = torch.randn(1, 8, 2, 16, dtype=torch.float64)
     call = partial(ringflash.ring_attention, q, q, q, group=ctx.group, causal=False, impl="reference")
-    work = [reference.forward] * hops[ctx.rank] + [mock.Mock(side_effect=MemoryError("no memory left"))]
+
+    def fail(*_: Any, **__: Any) -> None:
+        for _ in range(others[ctx.rank]):
+            post.call_args.args[0].post([], [])
+        raise MemoryError("no memory left")
+
     with (
-        mock.patch.object(reference, "forward", lambda *args, **options: work.pop(0)(*args, **options)),
+        mock.patch.object(PointToPoint, "post", autospec=True, side_effect=PointToPoint.post) as post,
+        mock.patch.object(reference, "forward", fail),
         pytest.raises(MemoryError),
     ):
         call()

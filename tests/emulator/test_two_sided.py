@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import ringflash
-from ringflash.attention import schedule
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.oracle import is_caught
@@ -24,7 +23,7 @@ from tests.emulator.test_fp8_forward import _forward as _fp8_forward
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
 from tests.helpers.tolerance import assert_close
 from tests.two_sided.forests import random_forest
-from tests.two_sided.kernel_masks import DEEP, MASKS, mask_of, sequence_mask
+from tests.two_sided.kernel_masks import DEEP, MASKS, keys_of, mask_of, one_by_one, sequence_mask
 
 _NIGHTLY = pytest.mark.nightly
 _EACH = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
@@ -48,7 +47,7 @@ def test_forward_shapes(shape: Shape) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=_NIGHTLY)])
 def test_forward_resumes(head_dim: int) -> None:
-    """Hops of two ranks, the state carried in fp32, give the attention of the sequence."""
+    """Blocks of keys of two ranks, the state carried in fp32, give the attention of the sequence."""
     shape, mask = Shape(head_dim), sequence_mask(DEEP)
     whole = mask_of(DEEP)
     q, k, v, _ = inputs(whole, shape)
@@ -58,12 +57,12 @@ def test_forward_resumes(head_dim: int) -> None:
         own = q[:, mine].contiguous()
         state, lse = torch.full(own.shape, math.nan), torch.full((1, shape.num_heads, own.shape[1]), math.nan)
         out = torch.full(own.shape, math.nan, dtype=q.dtype)
-        hops = [hop for hop in schedule.plan_hops(mask, 2, rank, "zigzag").hops if hop.source is not None]
-        for index, hop in enumerate(hops):
-            keys, values = (x[:, positions[hop.source]].contiguous() for x in (k, v))
-            into = out if index == len(hops) - 1 else state
+        blocks = one_by_one(mask, 2, rank, "zigzag")
+        for index, block in enumerate(blocks):
+            keys, values = (x[:, keys_of(block, positions)].contiguous() for x in (k, v))
+            into = out if index == len(blocks) - 1 else state
             acc = state if index else None
-            _forward(Emulator(), own, keys, values, hop.mask, shape.scale, out=into, lse=lse, acc=acc)
+            _forward(Emulator(), own, keys, values, block.mask, shape.scale, out=into, lse=lse, acc=acc)
         expected = [{"out": x["out"][:, mine], "lse": x["lse"][..., mine]} for x in (exact, baseline)]
         assert_close({"out": out, "lse": lse}, *expected, num_chunks=2)
 

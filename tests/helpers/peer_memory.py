@@ -24,7 +24,6 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.attention import sections
-from ringflash.attention.options import Algorithm
 from ringflash.comm.group import HostSplit
 from ringflash.comm.transport import NcclGather, PointToPoint
 from ringflash.comm.transport.areas import Incoming, Outgoing
@@ -265,15 +264,12 @@ class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
 
 @contextmanager
 def messages_by_heads() -> Iterator[None]:
-    """Calls on the CPU gather keys by heads over gloo, as they do over NCCL."""
+    """Lanes of calls over gloo are threads, whose work runs when that of a GPU could."""
     made: dict[PointToPoint, MessageThreads] = {}
 
     def memory(channel: PointToPoint, device: torch.device) -> MessageThreads:
         key = next((known for known in made if known.group is channel.group), channel)  # gloo's are made for a call
         return made.setdefault(key, MessageThreads(key))
 
-    with (
-        mock.patch("ringflash.attention.plan.ring_over", lambda _: Algorithm.GATHER),
-        mock.patch("ringflash.attention.plan.open_gather_areas", memory),
-    ):
+    with mock.patch("ringflash.attention.plan.open_gather_areas", memory):
         yield

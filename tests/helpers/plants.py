@@ -1,6 +1,6 @@
 """Trainings of a tiny model, right and with one mistake each, as a user would hand them to `ringflash verify`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ringflash import RingAttention, document_table, huggingface
 from ringflash import loss as token_loss
-from ringflash.attention.ring_of_hops import GradientExchange
+from ringflash.attention.gradient_return import GradientReturn
 from ringflash.comm.seeding import seeded
 from ringflash.huggingface import attention_function
 from ringflash.huggingface.options import ModelRing
@@ -397,11 +397,13 @@ def patched_attention(**changes: Any) -> Iterator[None]:
 def rounded_gradients() -> Iterator[None]:
     """dK and dV come home in bf16."""
 
-    def finish(self: GradientExchange) -> Any:
-        return tuple(x.bfloat16().to(x.dtype) for x in original(self))
+    def collect(self: GradientReturn, index: int, dk: Sequence[Tensor], dv: Sequence[Tensor], impl: str) -> None:
+        original(self, index, dk, dv, impl)
+        for x in (*dk, *dv):
+            x.copy_(x.bfloat16())
 
-    original = GradientExchange.finish_gradients
-    with mock.patch.object(GradientExchange, "finish_gradients", finish):
+    original = GradientReturn.collect
+    with mock.patch.object(GradientReturn, "collect", collect):
         yield
 
 

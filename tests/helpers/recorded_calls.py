@@ -26,7 +26,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.head_exchange import AllToAll
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.kv_format import KVFormat
-from ringflash.attention.ring_of_hops import RingOfHops
+from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.sections import Sections
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers
@@ -110,7 +110,7 @@ class Process:
         memory = self._memory(call, f"heads of {host}", host)
 
         if len(rail) == 1:
-            inner: Any = RingOfHops(None, None, "reference", 1.0, False)  # type: ignore[arg-type]
+            inner: Any = LocalAttention(None, "reference", 1.0, False)  # type: ignore[arg-type]
         else:
             inner = self._gather(call, self._memory(call, f"nccl of {rail}", rail))
         return Ulysses(inner, memory, host, memory, call.layout, CallNumber(1))  # type: ignore[arg-type]
@@ -230,8 +230,8 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (Mask, "is_cached", lambda *_: True),
         (AllToAll, "fill", lambda exchange, *tensors: work(f"fill {exchange.area}", tensors, exchange.own)),
         (AllToAll, "arrived", arrived_heads),
-        (RingOfHops, "forward", local_forward),
-        (RingOfHops, "backward", local_backward),
+        (LocalAttention, "forward", local_forward),
+        (LocalAttention, "backward", local_backward),
     ):
         stack.enter_context(mock.patch.object(target, name, value))
     return stack

@@ -1,6 +1,6 @@
 """FP8 rings on GPUs: records over the copy engine and NCCL, within the tolerance of the CPU tier.
 
-One GPU serves several ranks with `--ranks 4 --share-gpus`. `--backend gloo` runs the specification by hops.
+One GPU serves several ranks with `--ranks 4 --share-gpus`. `--backend gloo` runs the specification.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ringflash.attention.gathered_buffers import GatheredKV
-from ringflash.attention.kv_format import KVFormat
 from tests.distributed.test_fp8 import ALIGNED, compared
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
@@ -31,20 +30,15 @@ CASES = [
 def check(ctx: Context, transport: str, chunk: int, impl: str) -> set[bool]:
     """Assert that every case keeps within the tolerance; return whether its K and V travelled as records."""
     rounded: set[bool] = set()
-    unpacked, published = KVFormat.unpack, GatheredKV.publish
+    published = GatheredKV.publish
 
-    def unpack(self: KVFormat, *args: Any) -> Any:  # by hops
-        rounded.add(self.rounded)
-        return unpacked(self, *args)
-
-    def publish(self: GatheredKV, *args: Any) -> Any:  # by heads, where views of the kv_format are kept
+    def publish(self: GatheredKV, *args: Any) -> Any:
         rounded.add(self.sizes.kv_format.rounded)
         return published(self, *args)
 
     with ExitStack() as patches:
         patches.enter_context(over(transport))
         spies = patches.enter_context(pytest.MonkeyPatch.context())
-        spies.setattr(KVFormat, "unpack", unpack)
         spies.setattr(GatheredKV, "publish", publish)
         for case in CASES:
             compared(ctx, case, chunk, impl)
@@ -65,7 +59,9 @@ def test_records_travel(pool: Pool, setup: Setup, transport: str, products: str)
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
 def test_other_chunks(pool: Pool, setup: Setup, transport: str) -> None:
-    """Chunks of 160 tokens: by heads, K and V travel in bf16."""
+    """In chunks of 160 tokens, K and V travel in bf16."""
     if setup.backend == "gloo":
-        pytest.skip("gloo gathers nothing by heads")
-    assert pool.run(check, transport, 160, "hopper_fp8_all") == [{False}] * setup.ranks
+        transport, impl = "gloo", "reference_fp8_all"
+    else:
+        impl = "hopper_fp8_all"
+    assert pool.run(check, transport, 160, impl) == [{False}] * setup.ranks

@@ -1,6 +1,8 @@
-"""Masks of calls, for tests of kernels: of whole sequences, hops and gathered keys."""
+"""Masks of calls, for tests of kernels: of whole sequences and gathered keys."""
 
 from __future__ import annotations
+
+import torch
 
 from ringflash.attention import schedule
 from ringflash.sequence.mask import Documents, SequenceMask
@@ -12,10 +14,23 @@ def sequence_mask(forest: Forest) -> SequenceMask:
     return SequenceMask(forest.seqlen, True, (forest.left, -1), *Documents.from_rows(forest.rows))
 
 
-def mask_of(forest: Forest, cp_size: int = 1, rank: int = 0, step: int = 0) -> Mask:
-    """Return the mask of a hop of zigzag, or of the whole sequence."""
-    hops = schedule.plan_hops(sequence_mask(forest), cp_size, rank, "contiguous" if cp_size == 1 else "zigzag").hops
-    return hops[step].mask
+def mask_of(forest: Forest) -> Mask:
+    """Return the mask of the whole sequence."""
+    return schedule.plan_own_keys(sequence_mask(forest), "contiguous")
+
+
+def one_by_one(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> tuple[schedule.KeyBlock, ...]:
+    """Return the keys that a rank sees, in a block for each owner."""
+    sizes = (1,) * len(schedule.active_steps(mask, cp_size, layout))
+    return schedule.plan_blocks(mask, cp_size, rank, layout, sizes)
+
+
+def keys_of(block: schedule.KeyBlock, positions: list[torch.Tensor]) -> torch.Tensor:
+    """Return the positions of the keys of a block, of those of each owner."""
+    keys = torch.full((block.num_rows,), -1)
+    for owner, start, row, size, _ in block.segments:
+        keys[row : row + size] = positions[owner][start : start + size]
+    return keys
 
 
 DEEP = Forest((120, 84, 60, 180, 42, 114), (-1, 0, 1, 1, 0, 4), (False, False, True, False, False, False))

@@ -1,4 +1,4 @@
-"""Masks of trees as kernels read them, for hops and gathered keys. CPU, one process; more masks in tests/unit."""
+"""Masks of trees as kernels read them, for gathered keys. CPU, one process; more masks in tests/unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringflash.attention import schedule
 from ringflash.sequence import layout
 from ringflash.sequence.mask import SequenceMask
 from tests.two_sided.forests import Forest, block_diffusion, images, prefix_lm, random_forest, rollouts
-from tests.two_sided.kernel_masks import sequence_mask
+from tests.two_sided.kernel_masks import keys_of, mask_of, one_by_one, sequence_mask
 
 FAMILIES = {
     "rollouts": rollouts(37, [11, 20, 5, 23]),
@@ -50,48 +50,26 @@ number_of_forests = pytest.mark.parametrize("number", [8, pytest.param(150, mark
 @pytest.mark.parametrize(
     "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
 )
-def test_hops_are_the_mask(cp_size: int, layout: str, number: int) -> None:
-    """Each pair of local rows and keys of every hop is visible if the definition says so, and none is missing."""
+def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> None:
+    """Each pair of local rows and keys is visible if the definition says so, and none is missing, also in blocks."""
     for forest in _cases(number):
         mask, want = sequence_mask(forest), forest.visible()
         positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
         assert mask.num_visible == int(want.sum())
-        total = 0
         for rank in range(cp_size):
-            for hop in schedule.plan_hops(mask, cp_size, rank, layout).hops:
-                if hop.source is None:
-                    continue
-                part = want[positions[rank]][:, positions[hop.source]]
-                assert torch.equal(hop.mask.dense(), part), (forest, rank, hop.step)
-                assert hop.mask.num_visible == int(part.sum())
-                assert torch.equal(by_ends(hop.mask), part), "what the kernels read"
-                assert torch.equal(by_begins(hop.mask), part), "what the kernels of the backward read"
-                total += int(part.sum())
-        assert total == int(want.sum())
-
-
-@number_of_forests
-@pytest.mark.parametrize(
-    "cp_size, layout", [(1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")]
-)
-def test_gathered_keys_are_the_mask(cp_size: int, layout: str, number: int) -> None:
-    for forest in _cases(number):
-        mask, want = sequence_mask(forest), forest.visible()
-        positions = [ringflash.local_positions(96, cp_size, rank, layout, forest.table) for rank in range(cp_size)]
-        for rank in range(cp_size):
-            found = schedule.plan_single_block(mask, cp_size, rank, layout)
-            keys = torch.full((found.num_rows,), -1)
-            for segment in found.segments:
-                keys[segment.row : segment.row + segment.size] = positions[segment.owner][
-                    segment.start : segment.start + segment.size
-                ]
-            assert (keys >= 0).all() and (keys.diff() > 0).all()
-            assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
-            assert torch.equal(by_ends(found.mask), found.mask.dense())
-            assert torch.equal(by_begins(found.mask), found.mask.dense())
+            whole = schedule.plan_single_block(mask, cp_size, rank, layout)
+            blocks = one_by_one(mask, cp_size, rank, layout)
+            for found in (whole, *blocks):
+                keys = keys_of(found, positions)
+                assert (keys >= 0).all() and (keys.diff() > 0).all()
+                assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
+                assert found.mask.num_visible == int(found.mask.dense().sum())
+                assert torch.equal(by_ends(found.mask), found.mask.dense()), "what the kernels read"
+                assert torch.equal(by_begins(found.mask), found.mask.dense()), "what the backward's kernels read"
             unseen = torch.ones(96, dtype=torch.bool)
-            unseen[keys] = False
+            unseen[keys_of(whole, positions)] = False
             assert not want[positions[rank]][:, unseen].any()
+            assert sum(block.mask.num_visible for block in blocks) == whole.mask.num_visible
 
 
 @pytest.mark.parametrize(
@@ -106,10 +84,7 @@ def test_regions_by_key_are_few(forest: Forest) -> None:
 
 def test_which_families_are_one_sided() -> None:
     """Prefix-LM, image spans and block-causal masks need no new kernel."""
-    found = {
-        name: schedule.plan_hops(sequence_mask(f), 1, 0, "contiguous").hops[0].mask.is_two_sided
-        for name, f in FAMILIES.items()
-    }
+    found = {name: mask_of(forest).is_two_sided for name, forest in FAMILIES.items()}
     assert found == {
         "rollouts": True,
         "prefix lm": False,

@@ -97,7 +97,7 @@ def test_spans_are_those_of_transformers(window: int | None) -> None:
     want = overlay(torch.tensor(0), torch.tensor(0), index[:, None], index[None])
     documents = read_documents(ringflash.span_documents(ids))
     mask = SequenceMask(120, True, (-1 if window is None else window - 1, -1), *documents)
-    assert torch.equal(schedule.plan_hops(mask, 1, 0, "contiguous").hops[0].mask.dense(), want)
+    assert torch.equal(schedule.plan_own_keys(mask, "contiguous").dense(), want)
 
 
 def test_tables_without_spans() -> None:
@@ -120,7 +120,7 @@ def test_prefix_lm_is_that_of_paligemma() -> None:
         torch.tensor(0), torch.tensor(0), index[:, None], index[None]
     )
     mask = SequenceMask(50, True, (-1, -1), *read_documents(ringflash.span_documents(ids)))
-    assert torch.equal(schedule.plan_hops(mask, 1, 0, "contiguous").hops[0].mask.dense(), want)
+    assert torch.equal(schedule.plan_own_keys(mask, "contiguous").dense(), want)
 
 
 def test_images_that_see_one_another() -> None:

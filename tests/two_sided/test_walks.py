@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ringflash.attention import schedule
 from ringflash_kernels.hopper.walks import walks
 from ringflash_kernels.mask import Mask
 from tests.two_sided.forests import Forest, block_diffusion, images, random_forest, rollouts
-from tests.two_sided.kernel_masks import mask_of, sequence_mask
+from tests.two_sided.kernel_masks import mask_of, one_by_one, sequence_mask
 
 
 def _masks(number: int = 10) -> list[Mask]:
     forests = [rollouts(300, [50, 170, 90, 33]), images([(30, 100)] * 4, left=90), block_diffusion(8, 40)]
     forests += [random_forest(seed, 480) for seed in range(number)]
-    found = [hop.mask for f in forests for hop in schedule.plan_hops(sequence_mask(f), 1, 0, "contiguous").hops]
+    found = [mask_of(forest) for forest in forests]
     even = [sequence_mask(f) for f in forests if f.seqlen % 4 == 0]
-    found += [hop.mask for mask in even for hop in schedule.plan_hops(mask, 2, 1, "zigzag").hops]
+    found += [block.mask for mask in even for block in one_by_one(mask, 2, 1, "zigzag")]
     return [m for m in found if m.regions]
 
 

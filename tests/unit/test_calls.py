@@ -12,11 +12,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import plan_hops
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels import api
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
+from tests.two_sided.kernel_masks import one_by_one
 from tests.unit.test_mask import regions
 
 LENGTH = 12
@@ -60,15 +60,15 @@ def test_one_region(region: Region) -> None:
 @example(4, "zigzag", False, (0, -1), [49])  # nine queries on one key, then a window: in one call the operator would
 @example(4, "zigzag", False, (1, -1), [25, 28, 30])  # take the open side for seven
 @settings(max_examples=200, deadline=None)
-def test_every_hop_of_a_schedule(
+def test_every_block_of_keys(
     cp_size: int, layout: str, causal: bool, window_size: tuple[int, int], cuts: list[int]
 ) -> None:
     seqlen = 16 * cp_size
     bounds = tuple(sorted({0, seqlen, *(cut for cut in cuts if cut < seqlen)}))
     mask = SequenceMask(seqlen, causal, window_size, bounds)
     for rank in range(cp_size):
-        for hop in plan_hops(mask, cp_size, rank, layout).hops:
-            assert torch.equal(covered(hop.mask), hop.mask.dense().int())
+        for block in one_by_one(mask, cp_size, rank, layout):
+            assert torch.equal(covered(block.mask), block.mask.dense().int())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -77,14 +77,14 @@ def test_documents_share_a_call(causal: bool) -> None:
     assert len(calls(Mask.documents(range(0, 3001, 3), causal=causal))) == 1
 
 
-def test_a_causal_hop_is_one_call() -> None:
-    for hop in plan_hops(SequenceMask(64), 4, 1, "zigzag").hops:
-        assert len(calls(hop.mask)) == 1
+def test_a_causal_block_is_one_call() -> None:
+    for block in one_by_one(SequenceMask(64), 4, 1, "zigzag"):
+        assert len(calls(block.mask)) == 1
 
 
 def test_a_batch_has_no_packed_call() -> None:
     """A window leaves squares along the diagonal, which are documents to the operator, in one sequence only."""
-    mask = plan_hops(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag").hops[0].mask
+    mask = one_by_one(SequenceMask(64, window_size=(3, -1)), 4, 1, "zigzag")[0].mask
     assert [call.is_packed for call in calls(mask)] == [True]
     assert torch.equal(covered(mask, batch=2), mask.dense().int())
     q = torch.zeros(2, mask.seqlen_q, 2, 8, dtype=torch.bfloat16)

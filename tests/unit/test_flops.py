@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringflash.attention.schedule import plan_hops
+from ringflash.attention.schedule import plan_own_keys
 from ringflash.huggingface.flops import (
     ChunkedAttention,
     MatmulSizes,
@@ -27,7 +27,7 @@ CONFIG: dict[str, Any] = {
 @pytest.mark.parametrize("window", [None, 0, 1, 5, 30, 31, 32, 1000])
 def test_visible_pairs_are_those_of_the_schedule(window: int | None) -> None:
     mask = SequenceMask(32, window_size=(-1 if window is None else window, -1))
-    assert visible_pairs(32, window) == plan_hops(mask, 1, 0, "zigzag").num_visible
+    assert visible_pairs(32, window) == plan_own_keys(mask, "zigzag").num_visible
 
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

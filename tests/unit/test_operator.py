@@ -287,7 +287,7 @@ def test_one_process_equals_dense(cu_seqlens: tuple[int, ...] | None, layout: st
 def test_explain_names_kernel_and_work() -> None:
     explained = ringflash.explain(*draw(), group=None)
     assert (explained.impl, explained.algorithm, explained.transport, explained.cp_size) == (
-        "reference", "ring", None, 1,
+        "reference", "local", None, 1,
     )  # fmt: skip
     assert explained.num_visible == 16 * 17 // 2
     with pytest.raises(ValueError, match="cu_seqlens must be a tensor, got a list of 1"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ringflash.attention import plan
+from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallShape
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.ulysses import Ulysses
@@ -34,9 +35,7 @@ def transport(channel: mock.Mock) -> PointToPoint:
 
 def test_a_batch_is_coalesced(transport: PointToPoint, channel: mock.Mock) -> None:
     x, y = torch.zeros(2), torch.ones(2)
-    pending = transport.post(
-        [Message(x, 2, "K/V of step 1")], [Message(y, 0, "K/V of step 1"), Message(x, None, "none")]
-    )
+    pending = transport.post([Message(x, 2, "K/V of section 1")], [Message(y, 0, "K/V of section 1")])
     device = torch.device("cpu")
     assert channel.mock_calls == [
         mock.call._start_coalescing(device),
@@ -49,18 +48,17 @@ def test_a_batch_is_coalesced(transport: PointToPoint, channel: mock.Mock) -> No
 
 
 def test_no_peer_no_batch(transport: PointToPoint, channel: mock.Mock) -> None:
-    transport.post([Message(torch.zeros(2), None, "none")], []).wait()
+    transport.post([], []).wait()
     assert channel.mock_calls == []
 
 
 def test_a_failure_names_the_messages(transport: PointToPoint, channel: mock.Mock) -> None:
     channel._end_coalescing.return_value.wait.side_effect = RuntimeError("broken")
     pending = transport.post(
-        [Message(torch.zeros(2), 2, "K/V of step 1")], [Message(torch.zeros(2), 0, "dK/dV of step 3")]
+        [Message(torch.zeros(2), 2, "K/V of section 1")], [Message(torch.zeros(2), 0, "dK/dV of section 0")]
     )
-    with pytest.raises(
-        RuntimeError, match=r"K/V of step 1 of rank 1 to rank 2 over nccl; dK/dV of step 3 .* did not finish \(broken\)"
-    ):
+    names = "K/V of section 1 of rank 1 to rank 2 over nccl; dK/dV of section 0 .*"
+    with pytest.raises(RuntimeError, match=rf"{names} did not finish \(broken\)"):
         pending.wait()
 
 
@@ -109,7 +107,8 @@ def test_a_call_counts_its_messages_between_hosts(split: HostSplit) -> None:
         call = made.open(CallShape.of(q, q, q), NO_NUMBER)
     ring = call.attention if isinstance(call, Ulysses) else call
     before = call.num_posted()
-    moved = [ring.transport, call.areas.channel if isinstance(call, Ulysses) else None]
+    moved = [ring.areas.channel if isinstance(ring, HeadGather) else None]
+    moved += [call.areas.channel] if isinstance(call, Ulysses) else []
     for channel in filter(None, moved):
         channel.post([], [])
     assert call.num_posted() - before == len([*filter(None, moved)]) > 0

@@ -53,13 +53,15 @@ def test_equals_scaled_dot_product_attention(scale: float | None) -> None:
     assert_close({"out": out}, {"out": want.transpose(1, 2)})
 
 
+@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("pieces", [1, 5])
-def test_rows_in_blocks_and_keys_in_pieces(pieces: int) -> None:
+def test_rows_in_blocks_and_keys_in_pieces(pieces: int, options: dict[str, Any]) -> None:
+    """Five rows at a time, with the keys from the first to the last that they see."""
     *inputs, dlse = draw()
-    whole = gradients(*inputs, dlse=dlse, causal=True)
+    whole = gradients(*inputs, dlse=dlse, **options)
     with mock.patch.object(reference, "_MAX_SCORES", 2 * 4 * 12 * 5), keys_in_pieces(pieces):
-        assert_close(gradients(*inputs, dlse=dlse, causal=True), whole)
-    again = gradients(*inputs, dlse=dlse, causal=True)
+        assert_close(gradients(*inputs, dlse=dlse, **options), whole)
+    again = gradients(*inputs, dlse=dlse, **options)
     assert all(torch.equal(again[name], x) for name, x in whole.items())
 
 

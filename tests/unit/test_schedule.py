@@ -1,4 +1,7 @@
-"""The schedule covers each visible pair once, for random masks, layouts and 1 to 8 ranks. CPU, one process."""
+"""Distances between ranks, and the mask of one process, for random masks and layouts. CPU, one process.
+
+test_gathering.py says which keys each rank gathers.
+"""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -9,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import Schedule, active_steps, plan_hops, plan_single_block
+from ringflash.attention.schedule import active_steps, plan_blocks, plan_own_keys, plan_single_block
 from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
@@ -22,7 +25,7 @@ def three_zigzags() -> Iterator[None]:
     """Chunks of a few tokens of a striped sequence, of which a dense mask can be drawn."""
     with mock.patch.dict(layouts._ZIGZAGS, striped=3):
         yield
-    for cached in (active_steps, plan_hops, plan_single_block):
+    for cached in (active_steps, plan_blocks, plan_own_keys, plan_single_block):
         cached.cache_clear()
 
 
@@ -66,11 +69,6 @@ def visible(mask: SequenceMask) -> torch.Tensor:
     return dense.visible(position, position, causal=mask.causal, window_size=mask.window_size, cu_seqlens=rows)
 
 
-def schedules(mask: SequenceMask, cp_size: int, layout: str) -> list[Schedule]:
-    """Return the schedules of all ranks."""
-    return [plan_hops(mask, cp_size, rank, layout) for rank in range(cp_size)]
-
-
 def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tensor:
     """Positions of a rank."""
     table = None if mask.documents is None else torch.tensor(mask.documents.rows)
@@ -79,54 +77,33 @@ def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tens
 
 @given(problems())
 @settings(max_examples=300, deadline=None)
-def test_every_visible_pair_once_and_nothing_else(problem: tuple[SequenceMask, int, str]) -> None:
+def test_steps_are_the_distances_at_which_ranks_see_keys(problem: tuple[SequenceMask, int, str]) -> None:
     mask, cp_size, layout = problem
-    want = visible(mask)
-    count = torch.zeros(mask.seqlen, mask.seqlen, dtype=torch.int32)
-    rows = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
-    for rank, schedule in enumerate(schedules(mask, cp_size, layout)):
-        for hop in schedule.hops:
-            if hop.source is not None:
-                count[rows[rank][:, None], rows[hop.source][None]] += hop.mask.dense().int()
-        assert schedule.num_visible == int(want[rows[rank]].sum())
-    assert torch.equal(count, want.int())
+    want, rows = visible(mask), [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
+    seen = {(q - k) % cp_size for q in range(cp_size) for k in range(cp_size) if want[rows[q]][:, rows[k]].any()}
+    assert active_steps(mask, cp_size, layout) == tuple(sorted(seen))
 
 
-@given(problems())
-@settings(max_examples=300, deadline=None)
-def test_ranks_agree_on_steps_senders_and_readers(problem: tuple[SequenceMask, int, str]) -> None:
-    mask, cp_size, layout = problem
-    every = schedules(mask, cp_size, layout)
-    steps = active_steps(mask, cp_size, layout)
-    assert steps[0] == 0 and all(tuple(hop.step for hop in schedule.hops) == steps for schedule in every)
-    for rank, schedule in enumerate(every):
-        for index, hop in enumerate(schedule.hops):
-            assert (hop.source is None) == (not hop.mask.regions)
-            if hop.source is not None:
-                assert hop.source == (rank - hop.step) % cp_size
-                assert every[hop.source].hops[index].reader == rank
-            if hop.reader is not None:
-                assert every[hop.reader].hops[index].source == rank
-    for index in range(len(steps)):
-        assert any(schedule.hops[index].source is not None for schedule in every)
+@given(problems([1]))
+@settings(max_examples=100, deadline=None)
+def test_one_process_sees_the_whole_mask(problem: tuple[SequenceMask, int, str]) -> None:
+    mask, _, layout = problem
+    rows = held(mask, 1, 0, layout)
+    assert torch.equal(plan_own_keys(mask, layout).dense(), visible(mask)[rows][:, rows])
 
 
 def test_zigzag_balances_a_causal_mask() -> None:
-    """At every step after the first all ranks work the same; in all, they differ by nothing."""
-    every = schedules(SequenceMask(64), 4, "zigzag")
-    assert len({schedule.num_visible for schedule in every}) == 1
-    for index in range(1, 4):
-        assert len({schedule.hops[index].mask.num_visible for schedule in every}) == 1
-
-
-def test_each_hop_of_a_causal_zigzag_is_one_rectangle() -> None:
-    for rank, schedule in enumerate(schedules(SequenceMask(64), 4, "zigzag")):
-        assert [len(hop.mask.regions) for hop in schedule.hops] == [1] * 4, rank
+    """At every distance after the first all ranks work the same, on one rectangle; in all, they differ by nothing."""
+    blocks = [[block.mask for block in plan_blocks(SequenceMask(64), 4, rank, "zigzag", (1,) * 4)] for rank in range(4)]
+    assert len({sum(mask.num_visible for mask in of_rank) for of_rank in blocks}) == 1
+    for of_ranks in list(zip(*blocks, strict=True))[1:]:
+        assert len({mask.num_visible for mask in of_ranks}) == 1
+    assert all(len(mask.regions) == 1 for of_rank in blocks for mask in of_rank)
 
 
 def test_a_short_window_reaches_the_neighbour_only() -> None:
-    """Contiguous, a window of less than a shard: one hop, and rank 0 receives nothing."""
-    every = schedules(SequenceMask(64, True, (5, 0)), 4, "contiguous")
-    assert [tuple(hop.step for hop in schedule.hops) for schedule in every] == [(0, 1)] * 4
-    assert [schedule.hops[1].source for schedule in every] == [None, 0, 1, 2]
-    assert [schedule.hops[1].reader for schedule in every] == [1, 2, 3, None]
+    """Contiguous, a window of less than a shard: one distance, and rank 0 receives nothing."""
+    mask = SequenceMask(64, True, (5, 0))
+    assert active_steps(mask, 4, "contiguous") == (0, 1)
+    others = [plan_blocks(mask, 4, rank, "contiguous", (1, 1))[1] for rank in range(4)]
+    assert [{segment.owner for segment in block.segments} for block in others] == [set(), {0}, {1}, {2}]

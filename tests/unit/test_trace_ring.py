@@ -1,9 +1,9 @@
-"""benchmarks/trace_ring.py: hops of a made-up trace of a GPU, and of a real one of two CPU processes over gloo."""
+"""benchmarks/trace_ring.py: sections of a made-up trace of a GPU, and of a real one of two CPU processes over gloo."""
 
 import json
 from pathlib import Path
 
-from benchmarks.trace_ring import Hop, after_mark, hops, timeline
+from benchmarks.trace_ring import Section, after_mark, sections, timeline
 from tests.recipes import launching
 
 
@@ -16,16 +16,18 @@ def test_made_up_trace() -> None:
     range_, host, copy = "gpu_user_annotation", "user_annotation", "gpu_memcpy"
     trace = [
         {"ph": "M", "name": "process_name"},
-        event(host, "ringflash::forward_step0", 0, 1),
-        event(range_, "ringflash::forward_step1", 20, 50),
-        event(range_, "ringflash::forward_step0", 0, 10),
+        event(host, "ringflash::forward_section0", 0, 1),
+        event(range_, "ringflash::forward_section1", 20, 50),
+        event(range_, "ringflash::forward_section0", 0, 10),
         event(copy, "Memcpy PtoP (Device -> Device)", 12, 17),
         event("kernel", "ncclDevKernel_SendRecv", 15, 18),
         event(copy, "Memcpy DtoD (Device -> Device)", 10, 20),
         event(copy, "Memcpy PtoP (Device -> Device)", 30, 40),
-        event(range_, "ringflash::backward_step0", 60, 90),
+        event(range_, "ringflash::backward_section0", 60, 90),
     ]
-    assert hops(trace) == [Hop("forward", 0, 10, 0, 0), Hop("forward", 1, 30, 6, 4), Hop("backward", 0, 30, 0, 0)]
+    assert sections(trace) == [
+        Section("forward", 0, 10, 0, 0), Section("forward", 1, 30, 6, 4), Section("backward", 0, 30, 0, 0)
+    ]  # fmt: skip
 
 
 def test_timeline_names_what_the_device_did() -> None:
@@ -35,7 +37,7 @@ def test_timeline_names_what_the_device_did() -> None:
         event("gpu_memcpy", "Memcpy PtoP (Device -> Device)", 12, 17),
         event("kernel", "forward_kernel", 10, 28),
         event("kernel", "at::native::vectorized_elementwise_kernel", 71, 72),
-        event("user_annotation", "ringflash::forward_step0", 0, 100),
+        event("user_annotation", "ringflash::forward_section0", 0, 100),
     ]
     assert timeline(trace) == [
         {"kind": "forward", "start_us": 0, "us": 18}, {"kind": "message", "start_us": 2, "us": 5},
@@ -45,8 +47,9 @@ def test_timeline_names_what_the_device_did() -> None:
 
 
 def test_work_before_the_spin_is_left_out() -> None:
-    host = event("user_annotation", "ringflash::forward_step0", 0, 1)
-    work = [event("kernel", "forward_kernel", 30, 40), event("gpu_user_annotation", "ringflash::forward_step0", 30, 40)]
+    host = event("user_annotation", "ringflash::forward_section0", 0, 1)
+    section = event("gpu_user_annotation", "ringflash::forward_section0", 30, 40)
+    work = [event("kernel", "forward_kernel", 30, 40), section]
     before = [event("kernel", "forward_kernel", 0, 5), event("kernel", "at::cuda::spin_kernel(long)", 5, 30)]
     assert after_mark([host, *before, *work]) == [host, *work]
     assert after_mark([host, *work]) == [host, *work]
@@ -58,9 +61,6 @@ def test_real_trace(tmp_path: Path) -> None:
     assert "exposed us" in output
     assert json.loads((tmp_path / "timeline.json").read_text())["spans"] == []  # CPUs have no device
     for rank in range(2):
-        found = hops(json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"])
-        assert [(hop.direction, hop.step) for hop in found] == [
-            ("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1)
-        ]  # fmt: skip
-        assert all(hop.kernel_us > 0 and hop.exposed_us >= 0 and hop.idle_us >= 0 for hop in found)
-        assert found[1].exposed_us > 0  # the wait for step 1's K/V has a separate range
+        found = sections(json.loads((tmp_path / f"rank{rank}.json").read_text())["traceEvents"])
+        assert [(x.direction, x.number) for x in found] == [("forward", 0), ("backward", 0)]
+        assert all(x.kernel_us > 0 and x.exposed_us >= 0 and x.idle_us >= 0 for x in found)

@@ -1,6 +1,8 @@
 """Waits of a rank in its rings: counted while they are asked for, by the callback too. One process on the CPU."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -8,11 +10,11 @@ import torch
 
 from recipes.lightning import exposed_communication
 from recipes.lightning.exposed_communication import ExposedCommunication
-from ringflash.attention import ring_of_hops
-from ringflash.attention.schedule import plan_hops
 from ringflash.comm import wait_timer
+from ringflash.comm.transport import Pending, PointToPoint
+from ringflash.comm.transport.message_gather import GlooGather
 from ringflash.comm.wait_timer import measured, waiting
-from ringflash.sequence.mask import SequenceMask
+from tests.unit.test_lane_lifetimes import passes
 
 CPU = torch.device("cpu")
 
@@ -31,28 +33,17 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-class Slow:
-    """An exchange whose K/V are late, over one hop."""
+def test_a_gather_over_gloo_counts_what_it_waits_for(clock: Clock) -> None:
+    """Each batch of messages is waited for: K/V of two sections in both passes, and their gradients."""
 
-    def __init__(self, k: torch.Tensor, clock: Clock) -> None:
-        self.k, self.clock = k, clock
+    class Late(Pending):
+        def wait(self) -> None:
+            clock.now += 2.0
 
-    def arrive(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.clock.now += 2.0
-        return self.k, self.k
-
-    def finish(self) -> None:
-        self.clock.now += 3.0
-
-
-def test_a_ring_counts_what_it_waits_for(clock: Clock) -> None:
-    q = torch.randn(1, 8, 2, 16)
-    call = ring_of_hops.RingOfHops(
-        plan_hops(SequenceMask(8, True, (-1, -1), None), 1, 0, "zigzag"), None, "reference", 0.25, False
-    )
-    with mock.patch.object(ring_of_hops, "HopExchange", lambda *_: Slow(q, clock)), measured() as waits:
-        call.forward(q, q, q)
-    assert waits.seconds() == 5.0
+    channel = SimpleNamespace(name="gloo", rank=0, group=None, members=(), post=lambda *_: Late([]), num_posted=0)
+    with measured() as waits:
+        passes(GlooGather(cast(PointToPoint, channel), CPU), num_sections=2)
+    assert waits.seconds() == 6 * 2.0
 
 
 def test_nothing_is_counted_unasked(clock: Clock) -> None:

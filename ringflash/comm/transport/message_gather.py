@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ from torch import Tensor
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.buffers import synchronize
-from ringflash.comm.transport.lanes import Lanes, Marker
+from ringflash.comm.transport.lanes import Lanes, Marker, T
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
+from ringflash.comm.wait_timer import waiting
 
 
 class NcclGather(Lanes):
@@ -90,6 +93,21 @@ class _Done:
 
 class GlooGather(NcclGather):
     """Areas over messages of gloo: the host itself does all work, in the order of issue."""
+
+    def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
+        return make()  # the areas are those of one call, and must not live until a collection of garbage
+
+    def on_one_stream(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def make_transfer(self, *arguments: Any) -> Callable[[], None]:
+        transfer = super().make_transfer(*arguments)
+
+        def move() -> None:
+            with waiting(self._device):
+                transfer()
+
+        return move
 
     def mark(self) -> Marker:
         return _Done()

@@ -29,10 +29,10 @@ _unawaited: list[list[tuple[dist.Work, str]]] = []
 
 
 class Message(NamedTuple):
-    """A tensor sent to or received from a rank of the group; skipped if the rank is None. `what` names it in errors."""
+    """A tensor sent to or received from a rank of the group. `what` names it in errors."""
 
     tensor: Tensor
-    rank: int | None
+    rank: int
     what: str
 
 
@@ -102,7 +102,7 @@ class PointToPoint:
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.rank, self.group = name, group.rank(), group
         self._channel = communicator(group, "ring", "nccl", device_timeout(group)) if name == "nccl" else group
-        if name == "nccl":  # all ranks must join a communicator's first operation, but a hop may skip some
+        if name == "nccl":  # all ranks must join a communicator's first operation, but a call may skip some
             self._channel.allreduce([torch.zeros(1, device="cuda")]).wait()
 
     def among(self, members: Sequence[int]) -> PointToPoint:
@@ -138,8 +138,8 @@ class PointToPoint:
 
         The tensors must be contiguous, and must not be used until `wait`.
         """
-        todo = [self._start("to", self._channel.send, m.tensor, m.rank, m.what) for m in sends if m.rank is not None]
-        todo += [self._start("from", self._channel.recv, m.tensor, m.rank, m.what) for m in recvs if m.rank is not None]
+        todo = [self._start("to", self._channel.send, *message) for message in sends]
+        todo += [self._start("from", self._channel.recv, *message) for message in recvs]
         self.whole.num_posted += 1  # before posting: if it fails, part of the batch may be in flight
         return self._post(todo, sends + recvs)
 
@@ -147,7 +147,7 @@ class PointToPoint:
         """Start a batch: over gloo message by message, over NCCL as one group call.
 
         Args:
-            todo: for each message with a peer, the function that starts it, and its name for errors.
+            todo: for each message, the function that starts it, and its name for errors.
             messages: all messages of the batch, of which one names the device.
         """
         if self.name == "gloo":

@@ -168,7 +168,9 @@ def whole_transport(transport: Transport) -> Transport:
 
 
 def open_gather_areas(channel: PointToPoint, device: torch.device) -> NcclGather:
-    """Return the areas for an all-gather of K/V by heads over this channel; cached with the channel."""
+    """Return the areas for an all-gather of K/V by heads over this channel; cached with the channel on GPUs."""
+    if channel.name == "gloo":  # not cached, as in `open_transport`
+        return GlooGather(channel, device)
     name = f"{channel.name} by heads among {channel.members}"
     return _opened(name, channel.group, lambda: NcclGather(channel, device))
 
