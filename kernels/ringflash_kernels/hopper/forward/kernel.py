@@ -151,35 +151,38 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, is_first,
-              V: gl.constexpr):  # fmt: skip
-    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
-    index, phase = slot(kv, V.tiles.num_stages)
+def load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load K of a block, given as its batch, head and key, and what arrives with it: its ends, in `halves` V."""
+    batch, head_kv, key = block
+    index, _phase = slot(kv, V.tiles.num_stages)
     full = barriers.k_full.index(index)
     if V.tiles.halves:
         mbarrier.expect(full, V.block_bytes)
-        load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
-        load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
+        load_parts(k_desc, tiles_at(shared.k, index, V), full, batch, key, head_kv, V)
+        load_parts(v_desc, tiles_at(shared.v, index, V), full, batch, key, head_kv, V)
     else:
-        load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V.ends_bytes, V)
+        load_tile(k_desc, tiles_at(shared.k, index, V), full, batch, key, head_kv, V.ends_bytes, V)
     if V.mask == "ends":
         tma_load(ends_desc, [0, key], full, shared.ends.index(index))
-    if is_first:
-        load_q(q_desc, shared, barriers, tile, count, V)
-    if not V.tiles.halves:
-        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-        full = barriers.v_full.index(index)
-        load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, 0, V)
 
 
 @gluon.jit
-def load_k(k_desc, ends_desc, shared, barriers, batch, key, head_kv, kv, V: gl.constexpr):
-    """Load K of the block at `key`, and its ends."""
-    index, _phase = slot(kv, V.tiles.num_stages)
-    full = barriers.k_full.index(index)
-    load_tile(k_desc, tiles_at(shared.k, index, V), full, batch, key, head_kv, V.ends_bytes, V)
-    if V.mask == "ends":
-        tma_load(ends_desc, [0, key], full, shared.ends.index(index))
+def load_values(v_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load V of a block, unless it arrives with K."""
+    if not V.tiles.halves:
+        batch, head_kv, key = block
+        index, phase = slot(kv, V.tiles.num_stages)
+        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+        load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), batch, key, head_kv, 0, V)
+
+
+@gluon.jit
+def load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, is_first, V: gl.constexpr):
+    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
+    load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V)
+    if is_first:
+        load_q(q_desc, shared, barriers, tile, count, V)
+    load_values(v_desc, shared, barriers, block, kv, V)
 
 
 @gluon.jit
@@ -198,8 +201,8 @@ def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
                 announce_stretch(index, end * BN + shift, end - begin, masked, shared)
-            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN + shift,
-                      kv, count, i + j == 0, V)  # fmt: skip
+            block = (tile.batch, head_kv, (end - 1 - j) * BN + shift)
+            load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, i + j == 0, V)
             kv += 1
     return kv
 
@@ -216,7 +219,7 @@ def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointer
         ticket = of_lane(drawn, 0) + gl.num_programs(0)
         entry = entry_of(ticket, problem, pointers)
     if left == gl.minimum(2, gl.maximum(num_blocks - 3, 0)):
-        stretch = stretch_of(of_lane(entry, 1) + of_lane(entry, 2) - 1, pointers)
+        stretch = stretch_of(last_of(entry), pointers)
     return ticket, drawn, entry, stretch
 
 
@@ -228,19 +231,22 @@ def entry_of(ticket, problem, pointers):
 
 
 @gluon.jit
+def last_of(entry):
+    """Return the number of a tile's last stretch."""
+    return of_lane(entry, 1) + of_lane(entry, 2) - 1
+
+
+@gluon.jit
 def stretch_of(number, pointers):
     """Return a row of `Walks.stretches`, a number in each lane; of no stretch any row."""
     return load_lanes(pointers.stretches + gl.maximum(number, 0) * 4)
 
 
 @gluon.jit
-def load_values(v_desc, shared, barriers, block, kv, V: gl.constexpr):
-    """Load V of a block, given as its batch, head and key, unless there is none (the batch is -1)."""
-    batch, head_kv, key = block
-    if batch >= 0:
-        index, phase = slot(kv, V.tiles.num_stages)
-        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-        load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), batch, key, head_kv, 0, V)
+def load_previous(v_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load V of the block before use `kv` of the ring, unless there is none (its batch is -1)."""
+    if block[0] >= 0:
+        load_values(v_desc, shared, barriers, block, kv - 1, V)
 
 
 @gluon.jit
@@ -258,14 +264,12 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
     ticket = gl.program_id(0)
     drawn = ticket
     entry = entry_of(ticket, problem, pointers)
-    next_stretch = stretch_of(of_lane(entry, 1) + of_lane(entry, 2) - 1, pointers)
+    next_stretch = stretch_of(last_of(entry), pointers)
     none = ticket * 0 - 1
     previous = (none, none, none)
     while ticket < problem.num_tiles:
         row = of_lane(entry, 0) * V.tiles.rows
-        num_stretches = of_lane(entry, 2)
-        last = of_lane(entry, 1) + num_stretches - 1
-        num_blocks = of_lane(entry, 3)
+        num_stretches, num_blocks, last = of_lane(entry, 2), of_lane(entry, 3), last_of(entry)
         batch, head, _rank = place_of(ticket, problem)
         tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
         publish(ticket, row, num_blocks, count, shared, barriers, V)
@@ -285,26 +289,26 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
                 if j == 0:
                     announce_stretch(index, end * BN + shift, end - begin, masked, shared)
-                key = (end - 1 - j) * BN + shift
-                load_k(k_desc, ends_desc, shared, barriers, batch, key, head_kv, kv, V)
-                load_values(v_desc, shared, barriers, previous, kv - 1, V)
+                block = (batch, head_kv, (end - 1 - j) * BN + shift)
+                load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V)
+                load_previous(v_desc, shared, barriers, previous, kv, V)
                 if i + j == 0:
                     load_q(q_desc, shared, barriers, tile, count, V)
-                previous = (batch, head_kv, key)
+                previous = block
                 kv += 1
                 left -= 1
                 ticket, drawn, entry, next_stretch = look_ahead(
                     left, num_blocks, ticket, drawn, entry, next_stretch, problem, pointers, V
                 )
         if num_blocks == 0:
-            load_values(v_desc, shared, barriers, previous, kv - 1, V)  # Q waits for the end of the previous tile
+            load_previous(v_desc, shared, barriers, previous, kv, V)  # Q waits for the end of the previous tile
             previous = (none, none, none)
             load_q(q_desc, shared, barriers, tile, count, V)
             ticket, drawn, entry, next_stretch = look_ahead(
                 0, 0, ticket, drawn, entry, next_stretch, problem, pointers, V
             )
         count += 1
-    load_values(v_desc, shared, barriers, previous, kv - 1, V)
+    load_previous(v_desc, shared, barriers, previous, kv, V)
     return ticket, count
 
 
@@ -327,9 +331,9 @@ def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
         else:
             for i in range(tile.num_blocks):
                 index, phase = slot(kv, STAGES)
-                key = tile.key + (tile.num_blocks - 1 - i) * BN
+                block = (tile.batch, head_kv, tile.key + (tile.num_blocks - 1 - i) * BN)
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, i == 0, V)
+                load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, i == 0, V)
                 kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)
