@@ -225,7 +225,7 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[1]
     if "red.release.gpu" in asm:  # count_up
         return _atomic(np.add.at)(args[0], current_partition().num_threads // 32)
-    if "atom.global.add" in asm:  # draw
+    if "atom.global.add" in asm:  # draw_later
         return _atomic(np.add.at)(args[0], 1)
     if "ld.global.b32" in asm:  # load_lanes
         return [(args[0] + lane).load() for lane in range(4)]

@@ -115,16 +115,7 @@ def draw(pointer):
 
     With triton's own addition, which hands its result on through shared memory, ptxas spilled in the other warps.
     """
-    asm: gl.constexpr = """{
-        .reg .pred first;
-        .reg .b32 lane, found;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        mov.b32 found, 0;
-        @first atom.global.add.u32 found, [$1], 1;
-        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
-    }"""
-    return gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
+    return of_lane(draw_later(pointer), 0)
 
 
 @gluon.jit
