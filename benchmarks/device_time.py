@@ -62,15 +62,15 @@ def step_spans(events: list[dict]) -> list[Span]:
     return spans
 
 
-def shared_out(spans: Iterable[Span], precedence: tuple[str, ...] = PRECEDENCE) -> dict[str, float]:
+def shared_out(spans: Iterable[Span]) -> dict[str, float]:
     """Return the microseconds of each kind; every instant counts only for the first running kind in `PRECEDENCE`.
 
     Example: attention from 0 to 4 and communication from 2 to 6 take 4 and 2. The sum is the time the device is busy.
     """
     edges = sorted(edge for span in spans for edge in ((span.begin, 1, span.kind), (span.end, -1, span.kind)))
-    total, running, last = dict.fromkeys(precedence, 0.0), Counter[str](), 0.0
+    total, running, last = dict.fromkeys(PRECEDENCE, 0.0), Counter[str](), 0.0
     for moment, change, kind in edges:
-        first = next((kind for kind in precedence if running[kind]), None)
+        first = next((kind for kind in PRECEDENCE if running[kind]), None)
         if first is not None:
             total[first] += moment - last
         running[kind] += change

@@ -46,9 +46,9 @@ def write_quotes(root: Path) -> None:
     (root / SIDECAR).write_text("\n".join(lines))
 
 
-def quoted_figures(name: str, text: str, root: Path = ROOT) -> list[tuple[int, int]]:
+def quoted_figures(name: str, text: str) -> list[tuple[int, int]]:
     """Return the spans of a page's text that are quoted figures."""
-    quotes = tomllib.loads((root / SIDECAR).read_text()).get(name, {})
+    quotes = tomllib.loads((ROOT / SIDECAR).read_text()).get(name, {})
     return [_found(text, key, name).span(1 + i) for key, results in quotes.items() for i in range(len(results))]
 
 

@@ -28,6 +28,7 @@ EXAMPLES = {
 }
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 EVERY_ROW = "measurements.md"
+EARLIER = ("two_sided_beside_1xh100", "two_sided_beside_diffusion_1xh200")  # docs/masks.md has one such table
 
 
 def main(root: Path = ROOT) -> None:
@@ -83,7 +84,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         ("prefixes_*", prefixes_table),
     ):
         for name, result in _of_results(pattern):
-            yield "docs/masks.md", name, write(result)
+            yield "docs/measurements.md" if name in EARLIER else "docs/masks.md", name, write(result)
     for name, result in _of_results("fp8_errors_cpu"):
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
@@ -227,7 +228,7 @@ def fp8_kernel_tables(result: dict) -> str:
 
 
 def fp8_errors_table(result: dict) -> str:
-    """Tabulate the errors of FP8 attention by head_dim and kind of numbers, of `benchmarks/studies/fp8_errors.py`."""
+    """Tabulate the errors of FP8 attention by head_dim and kind of numbers."""
     source = f"`{result['command']}`, {result['impl']}, {result['seqlen']:,} tokens, causal, commit {result['commit']}."
     head = ("head_dim, numbers", *(f"`{name}`" for name in BESIDE), "`out`, rms", "`lse`, rms / largest")
     rows = (

@@ -378,7 +378,7 @@ def observed_launches(tell: Callable[[Any], None]) -> Iterator[None]:
 
 def launches_are_traced() -> bool:
     """Return True if a profiler of triton observes launches."""
-    from ringflash_kernels.hopper import launcher
+    import ringflash_kernels.hopper.launcher as launcher  # `from` takes 1 µs
 
     return launcher.is_traced()
 

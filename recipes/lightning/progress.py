@@ -27,11 +27,9 @@ _GIB = 1 << 30
 class Progress(lightning.Callback):
     """Callback that prints loss, gradient norm, learning rate, memory, speed, MFU, and the time that is left.
 
-    It logs memory and speed.
-
-    Only the first rank prints. Tokens are counted once per sequence: Lightning's ThroughputMonitor multiplies by the
-    number of ranks, and would count them once for each rank of a ring. FLOPs are those of
-    `ringflash.huggingface.flops`, for the documents of each batch.
+    Only the first rank prints; memory and speed are also logged. Tokens are counted once per sequence: Lightning's
+    ThroughputMonitor multiplies by the number of ranks, and would count them once for each rank of a ring. FLOPs are
+    those of `ringflash.huggingface.flops`, for the documents of each batch.
 
     Args:
         every_n_steps: steps between two lines.

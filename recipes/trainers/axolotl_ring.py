@@ -68,7 +68,7 @@ class RingPlugin(BasePlugin):
 
 
 class _ByPositions:
-    """A collator whose packed batches have nothing beside position_ids that says the same; others keep their mask."""
+    """A collator that removes from packed batches what repeats position_ids; other batches keep their mask."""
 
     def __init__(self, collator: Any) -> None:
         self._collator = collator

@@ -208,10 +208,12 @@ def _note(loss: Tensor) -> None:
 
 
 def check_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
-    """Return True if a trainer's loss was compared with that of the forward, which must have been the only one.
+    """Check that a trainer has not multiplied the forward's loss by the number of processes instead of rings.
 
+    Returns:
+        checked: False if the loss cannot be compared, because there were several forwards or it is not finite.
     Raises:
-        ValueError: on every rank, a loss times the number of processes: the forward returns it on each rank of a ring.
+        ValueError: it has; on every rank.
     """
     of_forward = [*_losses]
     _losses.clear()

@@ -16,10 +16,11 @@ from ringflash.sequence.trees import places_of, share_prefixes, span_documents
 class TokenTypes(NamedTuple):
     """Token types of a model that makes spans of them, whose tokens see one another.
 
-    name: argument of the model.
-    values: types, as the input_ids.
-    spans: number of each token's span, -1 for others, as the input_ids.
-    text: a type of text, for padding.
+    Args:
+        name: argument of the model.
+        values: types, as the input_ids.
+        spans: number of each token's span, -1 for others, as the input_ids.
+        text: a type of text, for padding.
     """
 
     name: str
@@ -31,14 +32,16 @@ class TokenTypes(NamedTuple):
 class BatchRows(NamedTuple):
     """Tokens of a batch, without padding if any row has some, and the documents that they form.
 
-    input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed, or have types; labels are
-        shifted.
-    cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document; a table with types.
-    indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
-    length: largest position in the batch as transformers counts them, plus 1.
-    columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
-    places: as the input_ids before `share_rows`, int64, row of each labelled token among those that it left, or -1 for
-        others; None without it.
+    Args:
+        input_ids, labels: (batch, seqlen), or (1, total_tokens) if rows are padded or packed, or have types; labels
+            are shifted.
+        cu_seqlens: (num_documents + 1,), int32, on the CPU, or None where each row is one document; a table with types.
+        indices: (total_tokens,), int64, index of each token in the flattened batch, or None for all of them.
+        length: largest position in the batch as transformers counts them, plus 1.
+        columns: (1, total_tokens), int64, index of each token in its row of the batch, or None if rows are unchanged.
+        places: shape of the input_ids before `share_rows`, int64: index of each labelled token among the tokens that
+            `share_rows` kept, -1 for others; None without `share_rows`.
+        types: token types of the tokens, if the model makes spans of them.
     """
 
     input_ids: Tensor
@@ -77,7 +80,8 @@ def read_rows(
         types: of the tokens, (batch, seqlen).
     Raises:
         ValueError: a mask with other numbers than 0 and 1, whose tokens are not one interval, or that begins with
-            padding; documents beside a mask; positions that do not count from 0 in each document; labels in padding.
+            padding; bounds of documents together with a mask; positions that do not count from 0 in each document;
+            labels in padding.
         NotImplementedError: a document with two spans of one number.
     """
     shape = tuple(input_ids.shape)

@@ -22,10 +22,10 @@ _OUTPUTS = {"log_probs", "entropy", "is_top1", "mean_logits"}
 
 
 def put_on_ring_with_head(trainer: type, put: Callable[[Any], None]) -> None:
-    """Put each model on the ring when TRL's trainer gives it a fused head, which every model does that scores batches.
+    """Put each model on the ring when TRL's trainer gives it a fused head, as it does to every model that scores.
 
-    accelerate does not see all of them: TRL shards reference models by functions of its own under FSDP and DeepSpeed,
-    and computes reference log-probabilities in advance with a model that is not prepared.
+    accelerate does not see all of these models: under FSDP and DeepSpeed TRL shards reference models by functions of
+    its own, and it computes reference log-probabilities in advance with a model that is not prepared.
 
     Args:
         trainer: class of the trainer; the modules of its bases are changed, each once.
@@ -51,7 +51,7 @@ def _with_ring(add: Callable[..., None], put: Callable[[Any], None]) -> Callable
 
 
 class FusedHead(NamedTuple):
-    """Arguments of a trainer to `trl.trainer.utils.add_fused_lm_head`: names of values, and how logits are computed."""
+    """Arguments that a trainer gave `trl.trainer.utils.add_fused_lm_head`."""
 
     temperature: float
     outputs: tuple[str, ...]

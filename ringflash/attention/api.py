@@ -110,7 +110,7 @@ def attend(
     except (ValueError, TypeError) as error:
         agree(options.group, {}, error)  # other ranks may be in the call: let them raise, too
         raise
-    if isinstance(cu_seqlens, Sequence):
+    if cu_seqlens is not None and isinstance(cu_seqlens, Sequence):
         arguments = {"causal": causal, "softmax_scale": scale, "window_size": (left, right), "return_lse": return_lse}
         return _attend_batch_rows(q, k, v, options, cu_seqlens, arguments)
     if torch.compiler.is_compiling():
@@ -273,10 +273,14 @@ def _scale(q: Tensor, given: float | None) -> float:
 
 def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
     """Raise ValueError unless a list of bounds has a tensor for each sequence of the batch."""
-    if isinstance(cu_seqlens, Sequence) and not (
-        all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
-        and cu_seqlens
-        and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
+    if (
+        cu_seqlens is not None
+        and isinstance(cu_seqlens, Sequence)
+        and not (
+            all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
+            and cu_seqlens
+            and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
+        )
     ):
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "

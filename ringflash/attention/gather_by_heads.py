@@ -106,7 +106,7 @@ class HeadGather(GatherCall):
         assert tensors[0] is not None
         areas, device = self.areas, tensors[0].device
         with areas.on_one_stream():
-            if self.queries_arrived or not can_repeat(self.impl, device, tensors):
+            if self.queries_arrived or not can_repeat(self.impl, device):
                 return issue(tensors)
             assert isinstance(areas, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded

@@ -63,7 +63,7 @@ _UNPADDED = (192,), (128,)  # columns of k and v that every kernel takes: DeepSe
 
 def pad_values(k: Tensor, v: Tensor) -> Tensor:
     """Pad v with zeros to the head_dim of k, unless kernels take both as they are. The operator refuses a wider v."""
-    if (k.shape[-1:], v.shape[-1:]) == _UNPADDED:
+    if k.shape == v.shape or (k.shape[-1:], v.shape[-1:]) == _UNPADDED:
         return v
     missing = k.shape[-1] - v.shape[-1] if k.dim() == v.dim() == 4 and v.shape[-1] else 0
     return pad(v, (0, missing)) if missing > 0 else v

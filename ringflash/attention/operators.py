@@ -16,6 +16,7 @@ that refills its buffer, does not change the mask of the backward.
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from itertools import chain
 from typing import Any, get_type_hints
 
@@ -73,6 +74,8 @@ def _forward(
         work = call.start(CallShape.of(q, k, v))
         row_max = _empty_row_max(q, impl, grad_flags)
         out, lse = work.forward(q, k, v, row_max if row_max.numel() else None)
+        if not grad_flags and cu_seqlens is None:
+            return out, lse, row_max, _NO_RECORD
         record = _make_record(call.number.value, cu_seqlens, call.checked_plan.mask.documents)
         return out, lse, row_max, record
 
@@ -82,8 +85,13 @@ def _empty_row_max(q: Tensor, impl: str, grad_flags: int) -> Tensor:
 
     Args: as `_forward`.
     """
-    rows = q.shape[1] if grad_flags and needs_row_max(impl) else 0
-    return q.new_empty((q.shape[0], q.shape[2], rows), dtype=state_dtype(q.dtype))
+    needed = grad_flags and needs_row_max(impl)
+    shape = q.shape[0], q.shape[2], q.shape[1] if needed else 0
+    return (torch.empty if needed else _without_rows)(shape, dtype=state_dtype(q.dtype), device=q.device)
+
+
+_without_rows = lru_cache(maxsize=64)(torch.empty)  # one tensor for all calls: a new one takes 3 µs
+_NO_RECORD = torch.zeros(2, dtype=torch.int64)  # of calls without a backward
 
 
 # A CUDA graph of inductor (mode "reduce-overhead") would hold buffers that outlive it, and repeat the call's number.
@@ -97,7 +105,8 @@ def _(q, k, v, cu_seqlens, group_name, *options):  # type: ignore[no-untyped-def
     check_inputs(q, k, v)
     lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=state_dtype(q.dtype))
     record = torch.empty(2 + (0 if cu_seqlens is None else cu_seqlens.numel()), dtype=torch.int64, device="cpu")
-    return q.new_empty(out_shape(q, v)), lse, _empty_row_max(q, impl, grad_flags), record
+    rows = lse.shape[2] if grad_flags and needs_row_max(impl) else 0
+    return q.new_empty(out_shape(q, v)), lse, lse.new_empty((*lse.shape[:2], rows)), record
 
 
 def _gradients(
@@ -232,7 +241,7 @@ def _is_unobserved(*tensors: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not torch.autograd._profiler_enabled()
         and not torch.is_grad_enabled()
-        and {Tensor, torch.nn.Parameter}.issuperset(map(type, tensors))
+        and _PLAIN.issuperset(map(type, tensors))
         and all(map(torch._C._has_storage, tensors))
         and not all([x.is_meta for x in tensors])
     )
@@ -243,6 +252,7 @@ def _has_declared_types(cu_seqlens: object, *options: object) -> bool:
     return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and [*map(type, options)] == _KINDS[: len(options)]
 
 
+_PLAIN = {Tensor, torch.nn.Parameter}
 _TENSORS = ("q", "k", "v", "cu_seqlens", "return")
 _KINDS = [kind for name, kind in get_type_hints(_forward).items() if name not in _TENSORS]
 

@@ -22,6 +22,7 @@ from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
 from ringflash.comm.agreement import TrackedCall
 from ringflash.comm.call_numbers import NO_NUMBER
+from ringflash.comm.transport.lanes import current_stream
 
 _locks: defaultdict[torch.device, Lock] = defaultdict(Lock)
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last call that sent
@@ -140,9 +141,9 @@ def order_streams(group: dist.ProcessGroup | None, device: torch.device) -> None
 
     A single process shares no buffers. A CUDA graph orders the calls that it captures.
     """
-    if group is not None and device.type == "cuda" and not cuda_graphs.capturing(device):
-        stream = torch.cuda.current_stream(device.index)
-        last = _last_streams.get(device)
-        if last is not None and last != stream:
-            stream.wait_stream(last)
-        _last_streams[device] = stream
+    if group is not None and device.type == "cuda":
+        stream, last = current_stream(device.index), _last_streams.get(device)
+        if stream != last and not cuda_graphs.capturing(device):
+            if last is not None:
+                stream.wait_stream(last)
+            _last_streams[device] = stream

@@ -46,6 +46,7 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
     passes with a warning. There is no protection if others can write to the directory between this check and the load.
 
     Args:
+        directory: the checkpoint.
         rank, num_ranks: this process, and the number of processes that divide the checksums among them.
     Raises:
         ValueError: a file would run code, cannot be read, or differs from the file that was written.
@@ -67,7 +68,11 @@ def check_checkpoint(directory: Path, rank: int = 0, num_ranks: int = 1) -> None
 
 
 def check_together(directory: Path) -> None:
-    """Run `check_checkpoint` on all ranks of the job, which divide the checksums; every rank raises or none does."""
+    """Run `check_checkpoint` on all ranks of the job, which divide the checksums; every rank raises or none does.
+
+    Raises:
+        ValueError: as `check_checkpoint`. RuntimeError: a rank does not join within 30 minutes.
+    """
     with raising_together(dist.group.WORLD, {"checkpoint": str(directory)}, timeout=READ_TIMEOUT):
         check_checkpoint(directory, dist.get_rank(), dist.get_world_size())
 

@@ -50,7 +50,7 @@ class CallNumber(NamedTuple):
 
     def with_arguments(self, checksum: int) -> CallNumber:
         """Return the number of a forward with the checksum of its arguments, 16 bits, and of its layer."""
-        return self._replace(checksum=(checksum ^ zlib.crc32(self.layer.encode())) & 0xFFFF)
+        return CallNumber(self.value, 0, (checksum ^ zlib.crc32(self.layer.encode())) & 0xFFFF, self.layer)
 
     def __str__(self) -> str:
         if self.forward:

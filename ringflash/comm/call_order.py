@@ -10,7 +10,12 @@ from ringflash.comm.agreement import agree
 
 
 class CallOrder:
-    """Names of calls, in the order in which this rank makes them; `kind` says in errors what they are names of."""
+    """Names of calls, in the order in which this rank makes them.
+
+    Args:
+        kind: what the names stand for, such as "layer"; used in errors.
+        remedy: end of the errors' messages.
+    """
 
     def __init__(self, group: dist.ProcessGroup, kind: str, remedy: str) -> None:
         self.group, self._kind, self._remedy = group, kind, remedy
@@ -19,10 +24,10 @@ class CallOrder:
         self._checksum = 0  # of all names since `end`
 
     def enter(self, name: str, device_type: str) -> None:
-        """Compare a call that this rank is about to make: on CPUs always, on GPUs unless its predecessor announced it.
+        """Compare a call that this rank is about to make: on CPUs always, on GPUs only if it is not the expected one.
 
-        A predecessor announces a call that has followed it each time so far, and more than no time. Hosts then need not
-        wait for each other in every layer; `end` finds what remains.
+        The expected call is the one that has followed the previous call every time so far. Without a comparison hosts
+        need not wait for each other in every layer. `end` finds the differences that remain.
 
         Raises:
             ValueError: the ranks are about to make different calls; on every rank.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 _SOURCE = r"""
@@ -55,8 +54,8 @@ static int start(const struct copies *c, u64 stream)
 }
 
 /* Issue commands until one fails. Return 0 or the driver's error. */
-int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots, const u64 *values,
-          u64 word)
+static int issue(const struct driver *driver, const struct command *commands, u64 count, const u64 *slots,
+                 const u64 *values, u64 word)
 {
     for (u64 i = 0; i < count; i++) {
         const struct command *c = &commands[i];
@@ -76,7 +75,33 @@ int issue(const struct driver *driver, const struct command *commands, u64 count
     return 0;
 }
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, NULL};
+static void read_list(PyObject *list, u64 *numbers)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+        numbers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(list, i));
+}
+
+static PyObject *issue_lists(PyObject *self, PyObject *args)
+{
+    unsigned long long driver, commands, count, word;
+    PyObject *of_slots, *of_values;
+    if (!PyArg_ParseTuple(args, "KKKO!O!K", &driver, &commands, &count, &PyList_Type, &of_slots, &PyList_Type,
+                          &of_values, &word))
+        return NULL;
+    u64 slots[PyList_GET_SIZE(of_slots) + 1], values[PyList_GET_SIZE(of_values) + 1];
+    int error;
+    read_list(of_slots, slots);
+    read_list(of_values, values);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    error = issue((const struct driver *)driver, (const struct command *)commands, count, slots, values, word);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLong(error);
+}
+
+static PyMethodDef methods[] = {{"issue", issue_lists, METH_VARARGS, NULL}, {NULL}};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "ringflash_commands", NULL, -1, methods};
 PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module); }
 """
 
@@ -85,7 +110,4 @@ def compiled() -> Callable[..., int]:
     """Return the function in C, compiled by the means of triton, which keeps it in its cache."""
     from triton.runtime.build import compile_module_from_src
 
-    module = compile_module_from_src(_SOURCE, "ringflash_commands")
-    issue = ctypes.CDLL(module.__file__).issue
-    issue.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_uint64] + [ctypes.c_void_p] * 2 + [ctypes.c_uint64]
-    return issue
+    return compile_module_from_src(_SOURCE, "ringflash_commands").issue

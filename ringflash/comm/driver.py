@@ -72,8 +72,9 @@ class CommandList:
         self._array = (_Command * len(commands))(
             *[_Command(x.kind, x.value, x.stream, x.a, x.b, x.c) for x in commands]
         )
+        self._addresses = ctypes.addressof(driver.functions), ctypes.addressof(self._array)
 
-    def issue(self, slots: Sequence[int], values: Sequence[int], word: int) -> None:
+    def issue(self, slots: list[int], values: list[int], word: int) -> None:
         """Issue the commands.
 
         Args:
@@ -83,10 +84,8 @@ class CommandList:
         Raises:
             RuntimeError: the driver refused a command; those before it are issued.
         """
-        array = ctypes.c_uint64
-        given, own = (array * len(slots))(*slots), (array * len(values))(*values)
-        driver = self.driver
-        driver.check(driver.issue(driver.functions, self._array, len(self.commands), given, own, word))
+        driver, (functions, commands) = self.driver, self._addresses
+        driver.check(driver.issue(functions, commands, len(self.commands), slots, values, word))
 
 
 class Driver:

@@ -26,6 +26,8 @@ def set_timeout(seconds: float) -> None:
     Takes effect immediately over gloo. Over NCCL and the copy engine, it applies to groups that have not made a ring
     call yet.
 
+    Args:
+        seconds: limit for all groups of this process; give every rank the same one.
     Raises:
         ValueError: a limit that is not positive and finite.
     """

@@ -184,7 +184,7 @@ def llama3_flash_attn_varlen_func(
     size, rank = CallOptions(_resolve(given.group)).size_and_rank
     of_rank = (cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice, given.causal, rank, size)
     bounds, error = whole_bounds(cu_seqlens_q, of_rank)
-    return _attend_packed("contiguous", q, k, v, given, bounds, error or _check_stride(heads_k_stride, k))
+    return _attend_packed("contiguous", q, k, v, given, bounds, error or _stride_error(heads_k_stride, k))
 
 
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> None:
@@ -192,6 +192,7 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
 
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence, the same on all ranks.
+        process_group: ranks that share the sequence; None for the default process group.
     """
     size, rank = CallOptions(_resolve(process_group)).size_and_rank
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
@@ -371,8 +372,8 @@ def _zigzag_error(given: Options) -> Exception | None:
     return None if given.causal else ValueError("causal must be True with zigzag shards, got False; pass causal=True.")
 
 
-def _check_stride(heads_k_stride: int, k: Tensor) -> Exception | None:
-    """Return the error if the number of heads does not divide those of k, else None."""
+def _stride_error(heads_k_stride: int, k: Tensor) -> Exception | None:
+    """Return the error for a heads_k_stride that does not divide the heads of k, or None."""
     if k.dim() == 3 and heads_k_stride > 0 and k.shape[1] % heads_k_stride == 0:
         return None
     return ValueError(

@@ -3,8 +3,8 @@
     mesh = context_mesh(context_parallel_size=4)
     engine, *_ = initialize(model=model, config="zero3.json", optimizer=optimizer)
 
-ZeRO sees one flat group of all ranks and averages gradients over it; the loss has the scale of `ringflash.loss`,
-which makes that average right at every stage. `recipes.deepspeed.strategy` is the strategy for Lightning.
+ZeRO averages gradients over one flat group of all ranks. With the scale of `ringflash.loss` this average is the
+gradient of the loss, at every stage. `recipes.deepspeed.strategy` is the strategy for Lightning.
 """
 
 try:

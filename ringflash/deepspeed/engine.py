@@ -128,18 +128,18 @@ def _separate_backwards(engine: Any) -> None:
             )
         step_of_last = engine.micro_steps
 
-    def begun(*args: Any, **keywords: Any) -> Any:
+    def separate_backward(*args: Any, **keywords: Any) -> Any:
         check()
         if isinstance(engine.optimizer, ZeROOptimizer):
             engine.optimizer.clear_backward_seen_flag()
         return backward(*args, **keywords)
 
-    def begun_by_torch() -> None:
+    def separate_prologue() -> None:
         if not engine._running_engine_backward:  # loss.backward()
             check()
         prologue()
 
-    engine.backward, engine._backward_prologue = begun, begun_by_torch
+    engine.backward, engine._backward_prologue = separate_backward, separate_prologue
 
 
 def check_engine(engine: Any) -> None:

@@ -3,20 +3,26 @@
     register()  ->  from_pretrained(..., attn_implementation="ringflash")  ->  set_group(model, group)
     batch = prepare_batch(input_ids, group=group)  ->  loss = CausalLMWithLoss(model, group)(**batch)
 
+the calls of a user
     attention_function    register, set_group, and the attention call; chunks and sinks
-    validation            checks of models, adapters and arguments that need no tensor's values
-    forward_inputs        notes of a model's forwards, made by hooks
+    batch, model          prepare_batch and CausalLMWithLoss; router_loss balances experts over the whole sequence
+    log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
+    generation            generate, off the ring
+a forward on a ring
+    forward_inputs        notes of a model's forwards, made by hooks; options has the group and options of set_group
     consistency           checks that need values or the other ranks, once a forward, in layer 0
     rank_errors           errors of one rank that every rank raises
-    shard_loss            guards of transformers' own loss
     global_length         rotary embeddings and positions of the sequence instead of the shard
-    generation            generate, off the ring
-    batch, model          the calls of a training step
+    spans                 images and prefixes whose tokens see one another
+    recurrent_layers      layers whose tokens interact outside attention, in the order of the sequence
+what is refused
+    model_checks          models that would be wrong on a shard; validation: adapters and arguments of calls
     head_checks           a forward, hook or loss function of the user that a ring would not call
-    head_probe            which logits and loss a model computes of its hidden states
-    router_loss           balancing loss of experts over the whole sequence
-    log_probs             per-token log-probabilities of a whole sequence, for reinforcement learning
-    weights               initial values, and from_pretrained for sharded models; checkpoint_map is its plan
+    head_probe            logits and loss that are not those of hidden states times the output embedding
+    shard_loss            transformers' own loss with labels of a shard
+    reached_layers        layers that have not called ring attention
+weights                   initial values, and from_pretrained for sharded models; checkpoint_map is its plan
+flops                     floating-point operations of a step, for MFU
 
 Needs the extra: pip install ringflash[huggingface].
 """

@@ -1,7 +1,7 @@
 """The attention function behind attn_implementation="ringflash", its registration, and the group it runs over.
 
-register      transformers learns the name: attention `_attend`, masks `_pass_padding_mask`
-set_group     checks a model, hooks it, and stores its `ForwardInputs`, with group and options, on the attention modules
+register      names `_attend` (attention) and `_pass_padding_mask` (masks) to transformers
+set_group     checks a model, hooks it, and attaches its `ForwardInputs` (group, options) to its attention modules
 _attend       one layer's call: checks, then `ring_attention`, with chunks (Llama 4) and sinks (GPT-OSS)
 """
 
@@ -127,7 +127,7 @@ def _check_layout(modules: list[nn.Module], layout: str) -> None:
 
 
 def _exempt_from_flash_attention(module: Any) -> None:
-    """Exclude our name from transformers' rule for names with "flash", which loads a package and drops chunk masks."""
+    """Make transformers not treat our name as flash-attention, whose package it would load, and drop chunk masks."""
     original = module.is_flash_attention_requested
     if getattr(original, "_ringflash", False):
         return
@@ -150,7 +150,7 @@ def _pass_padding_mask(
     config: Any = None,
     **geometry: Any,
 ) -> Tensor | LayerSpans | None:
-    """Return a 2-D mask as it is, and what the mask function says of spans; no mask is built.
+    """Return a 2-D padding mask as it is, or `LayerSpans` if the mask function has spans; no mask is built.
 
     The attention knows the group, and rejects zeros on every rank.
 

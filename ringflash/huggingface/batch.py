@@ -71,7 +71,10 @@ def prepare_batch(
         check_padding(attention_mask, input_ids, labels, cu_seqlens)
         followed = attention_mask.roll(-1, 1) != 0
         successors = successors.masked_fill((attention_mask == 0) | ~followed, IGNORE_INDEX)
-    labels = successors if labels is None else _check_shifted(labels, input_ids, successors)
+    if labels is None:
+        labels = successors
+    else:
+        _check_shifted(labels, input_ids, successors)
     options = ModelRing(resolve(group), layout=layout)
     batch = {
         "input_ids": cut_sequence(input_ids, group, 1, layout, cu_seqlens),
@@ -125,7 +128,7 @@ def _position_shard(
 
 
 def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return positions counted from the start of the path of the document that contains each: of what it continues."""
+    """Return positions counted from 0 along the path of each token's document."""
     bounds = shifts = cu_seqlens
     if cu_seqlens.dim() > 1:
         bounds, documents = cu_seqlens[0], read_documents(cu_seqlens)
@@ -135,8 +138,8 @@ def within_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     return positions - shifts[document.clamp(min=0)]
 
 
-def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
-    """Return the starts of documents after padding that they do not see: it is at the end of none that they continue.
+def _starts_after_padding(table: Tensor, mask: Tensor) -> Tensor:
+    """Return the starts of documents that may follow padding: those that do not continue a document with padding.
 
     Raises:
         ValueError: padding in a bidirectional document.
@@ -155,8 +158,8 @@ def _unseeing(table: Tensor, mask: Tensor) -> Tensor:
     return starts[(parents < 0) | (mask[0].cpu()[ends] != 0)].to(mask.device)
 
 
-def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Tensor:
-    """Return the labels; raise ValueError for another shape, negative ids, or labels that are not shifted.
+def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> None:
+    """Raise ValueError for labels of another shape than input_ids, with negative ids, or that are not shifted.
 
     Args:
         successors: as input_ids: the next token of each token.
@@ -176,11 +179,10 @@ def _check_shifted(labels: Tensor, input_ids: Tensor, successors: Tensor) -> Ten
         raise ValueError(
             "labels must be shifted by one token, got input_ids themselves; pass ringflash.loss.shift_labels(labels)."
         )
-    return labels
 
 
 def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    """Raise ValueError unless an attention_mask has padding only where no token sees it, and without labels."""
+    """Raise ValueError if a token would see padding of an attention_mask, or if padding has labels."""
     if mask.shape != input_ids.shape or ((mask != 0) & (mask != 1)).any():
         raise ValueError(
             f"attention_mask must be 0 or 1 for each of input_ids {tuple(input_ids.shape)}, got a tensor "
@@ -190,7 +192,8 @@ def check_padding(mask: Tensor, input_ids: Tensor, labels: Tensor | None, cu_seq
     after_padding = (mask != 0) & (mask.roll(1, 1) == 0)
     after_padding[:, 0] = False
     if cu_seqlens is not None:
-        after_padding[:, cu_seqlens[:-1].long() if cu_seqlens.dim() == 1 else _unseeing(cu_seqlens, mask)] = False
+        starts = cu_seqlens[:-1].long() if cu_seqlens.dim() == 1 else _starts_after_padding(cu_seqlens, mask)
+        after_padding[:, starts] = False
     if after_padding.any():
         raise ValueError(
             "attention_mask must be 0 on the right of the tokens only, got padding before a token, which would see "

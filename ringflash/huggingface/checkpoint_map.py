@@ -78,7 +78,7 @@ class CheckpointMap:
         self.boxes = [box._replace(target=ties.get(box.target, box.target)) for box in first]
 
     def _stack(self, target: str, shape: Shape, converter: Any, by_pattern: dict[str | None, list[str]]) -> None:
-        """Add the boxes of stacked experts; several patterns (gate and up) are parts of equal size."""
+        """Add the boxes of stacked experts. Several patterns (gate and up) each fill an equal part of the target."""
         parts, dim = len(converter.source_patterns), _concatenated(converter.operations)
         if dim is None or not 0 <= dim < len(shape) or (parts > 1 and (dim == 0 or shape[dim] % parts)):
             self.unknown += chain(*by_pattern.values())
@@ -149,6 +149,6 @@ def _concatenated(operations: list[Any]) -> int | None:
 
 
 def _ignored(model: Any, target: str) -> bool:
-    """Return True for tensors that from_pretrained skips: layers without code in the model, and saved rotary angles."""
+    """Return True for tensors that from_pretrained skips as well, such as saved rotary angles."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     return any(re.search(pattern, target) for pattern in patterns)

@@ -43,7 +43,7 @@ class MatmulSizes(NamedTuple):
 
 
 class ChunkedAttention(NamedTuple):
-    """A layer in which a query sees only the chunk of `size` tokens of its document that holds it (Llama 4)."""
+    """A layer that attends within chunks of `size` tokens of each document (Llama 4)."""
 
     size: int
 

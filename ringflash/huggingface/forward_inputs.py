@@ -22,7 +22,7 @@ from ringflash.huggingface.options import NAME, ModelRing, inputs_of
 from ringflash.huggingface.rank_errors import raise_on_every_rank, raise_together
 from ringflash.huggingface.reached_layers import ReachedLayers
 from ringflash.huggingface.shard_loss import find_labels_error, find_logits_error
-from ringflash.huggingface.spans import say_of_other_layers
+from ringflash.huggingface.spans import mark_layers_without_spans
 from ringflash.huggingface.validation import find_noise_error
 
 # Beginnings of arguments' names.
@@ -30,9 +30,9 @@ _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values",
 
 
 class ForwardInputs:
-    """Arguments of a model's current forward, noted at its start and read once, by its first layer.
+    """Arguments of a model's current forward, noted at its start; the first layer reads them, which empties the notes.
 
-    Checkpointed layers read again in the backward, when another forward may have begun: the notes are then empty.
+    So a layer that checkpointing runs again in the backward finds none, although another forward may have begun.
 
     Args:
         names: parameters of the model's forward.
@@ -111,7 +111,7 @@ class ForwardInputs:
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note the arguments, and tell all layers of spans; a forward pre-hook of the model."""
+        """Note the arguments, and mark layers without spans; a forward pre-hook of the model."""
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self._documents_given_to = None if given.get("cu_seqlens") is None else type(model).__name__
         self._position_ids = given.get("position_ids")
@@ -119,7 +119,7 @@ class ForwardInputs:
         self.length, self.next_length = self.next_length, None
         whole, self.next_model = self.next_model or model, None
         if "attention_mask" in kwargs:
-            kwargs["attention_mask"] = say_of_other_layers(kwargs["attention_mask"])
+            kwargs["attention_mask"] = mark_layers_without_spans(kwargs["attention_mask"])
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
@@ -143,7 +143,7 @@ class ForwardInputs:
 
     @torch.compiler.disable(reason="generators are seeded, and FSDP2's units aligned")
     def _begin_training(self, model: nn.Module, given: dict[str, Any]) -> None:
-        """Let dropout draw another mask on each rank, also if all are seeded alike; at first align FSDP2's units.
+        """Let dropout draw a different mask on each rank, and align FSDP2's units in the first training forward.
 
         Trainer's noise in the embeddings is noted as an error: its size depends on the length of the shard.
 
@@ -174,7 +174,7 @@ class ForwardInputs:
             seeding.__exit__(None, None, None)
 
     def note_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the model, and labels that it would shift inside the shard; a forward pre-hook of that with the head."""
+        """Note the model with the head, and labels that it would shift inside the shard; its forward pre-hook."""
         self.next_model = model
         checked = self.options.group is not None and not self.takes_whole_batches
         labelled = checked and kwargs.get("labels") is not None

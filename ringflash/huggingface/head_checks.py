@@ -1,4 +1,4 @@
-"""Checks that a model has no forward, hook or loss function of the user's that a ring would not call."""
+"""Checks for forwards, hooks and loss functions that a user has set on a model, and that a ring would not call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ringflash.huggingface.shard_loss import ShardLoss
 
 
 def forward_of_object(module: nn.Module) -> Any:
-    """Return a forward that was set on a module, without accelerate's hooks; None if it gives what its class does."""
+    """Return a forward that was set on a module, without accelerate's wrappers; None for its class's or Liger's."""
     forward: Any = vars(module).get("forward")
     while isinstance(forward, partial):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
@@ -46,10 +46,10 @@ def _name_of(function: Any) -> str:
 @lru_cache(maxsize=8)
 @torch.no_grad()
 def _is_cross_entropy(compute: Any, part: Any) -> bool:
-    """Return True if a loss function for all models gives the cross-entropy of five tokens.
+    """Return True if a replaced loss function of transformers gives the cross-entropy of five tokens.
 
     Args:
-        part: what it calls; with it a result is kept.
+        part: function that `compute` calls; only a key of the cache.
     """
     logits = torch.linspace(-3, 3, 35, device="cpu").sin().view(1, 5, 7)
     labels = torch.tensor([[1, 2, -100, 3, 6]], device="cpu")
@@ -63,8 +63,8 @@ def _is_cross_entropy(compute: Any, part: Any) -> bool:
     return True
 
 
-def find_bypassed(causal: nn.Module) -> Exception | None:
-    """Return the error for a forward or hooks of a model whose decoder is called without it, or None."""
+def find_bypassed_error(causal: nn.Module) -> Exception | None:
+    """Return the error for a forward or hooks of the model, which `CausalLMWithLoss` does not call; None without."""
     set_forward = forward_of_object(causal) is not None
     found = "a forward that was set on the object" if set_forward else hook_of(causal)
     if found is None:

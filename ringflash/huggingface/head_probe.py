@@ -1,4 +1,4 @@
-"""Probe of a model's head: its logits and loss on known hidden states, in place of those of its decoder."""
+"""Probe of a model's head: its logits and loss if the decoder's output is replaced by known hidden states."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def _logit_scale(model: Any) -> float:
 
 
 def _check_loss(model: nn.Module, loss: Tensor, logits: Tensor) -> None:
-    """Reject a model whose loss of two tokens 0 has other terms than the mean over tokens.
+    """Reject a model whose loss has terms besides the mean over tokens.
 
     Args:
-        loss: _MEAN_LOSS, unless the model has other terms, or its own code for the mean.
+        loss: the model's loss for two labels 0: _MEAN_LOSS, unless it has other terms or its own code for the mean.
         logits: (1, 1, vocab_size), of the first token.
     """
     if loss == _MEAN_LOSS:

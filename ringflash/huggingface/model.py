@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ringflash import loss as token_loss
 from ringflash.comm.group import Group, HoldsGroup, resolve
-from ringflash.huggingface.head_checks import find_bypassed, find_loss_error
+from ringflash.huggingface.head_checks import find_bypassed_error, find_loss_error
 from ringflash.huggingface.head_probe import check_head, weight_of
 from ringflash.huggingface.options import inputs_of
 from ringflash.huggingface.rank_errors import raise_together
@@ -149,7 +149,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         inputs = _notes_of(causal)
         if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
             return
-        error = find_bypassed(causal)
+        error = find_bypassed_error(causal)
         if error is None and loss:
             error = find_loss_error(causal)
         if inputs is not None and inputs.options.group is not None:

@@ -38,12 +38,12 @@ def _positions(seqlen: int, cp_size: int, cp_rank: int, layout: str, device: tor
 
 
 def give_inputs(module: nn.Module, inputs: Any) -> None:
-    """Let a module of a model have the model's `ForwardInputs`."""
+    """Attach a model's `ForwardInputs` to one of its modules."""
     module._ringflash_inputs = inputs
 
 
 def inputs_of(module: nn.Module) -> Any:
-    """Return the `ForwardInputs` that a module was given; None for one of a model without a ring."""
+    """Return the `ForwardInputs` that `give_inputs` has attached to a module; None without."""
     return getattr(module, "_ringflash_inputs", None)
 
 

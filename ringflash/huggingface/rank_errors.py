@@ -14,7 +14,7 @@ NUM_VALUES = 7  # in the all-reduce of a forward, of which the first three are f
 
 
 def raise_together(group: dist.ProcessGroup | None, error: Exception, device: torch.device) -> None:
-    """Raise an error of a rank whose model is not on the ring, and let the others raise it in `check_consistency`."""
+    """Raise an error that this rank finds before its first layer; the others raise it there, in `check_consistency`."""
     if device.type == "meta":
         raise error
     maxima_of_ranks(group, torch.zeros(NUM_VALUES, dtype=torch.int64, device=device), error)
@@ -32,6 +32,6 @@ def maxima_of_ranks(group: dist.ProcessGroup | None, found: Tensor, error: Excep
 
 @torch.compiler.disable(reason="ranks tell one another")
 def raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> NoReturn:
-    """Raise this rank's error, or that of another one."""
+    """Raise this rank's error, or without one the error that another rank has sent."""
     agreement.agree(group, {"huggingface": "refused on a rank"}, error)
     raise error or ValueError("inputs must be right on every rank of the group, got an error on another; see its log.")

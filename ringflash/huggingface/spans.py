@@ -22,7 +22,7 @@ from ringflash.sequence.tensor_cache import LastResult
 
 
 class Use(Enum):
-    """Meaning of spans in a layer."""
+    """Keys that a query of a layer with spans sees."""
 
     WITHIN_WINDOW = "causal or in the same span, and in the window"
     BEYOND_WINDOW = "causal and in the window, or in the same span"
@@ -79,13 +79,13 @@ class LayerSpans(Tensor):
 
 @torch.compiler.disable(reason="the parts of a function are read")
 def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor | None) -> LayerSpans | None:
-    """Return what a mask function of transformers says of spans; None if it is causal, windowed or full.
+    """Return the spans in a mask function of transformers; None if it is causal, windowed or full.
 
     Args:
-        use_vmap: it has parts that the model adds.
-        mask: of padding, for the result.
+        use_vmap: the model has added parts to the function.
+        mask: padding mask, which the result carries along.
     Raises:
-        NotImplementedError: it has other parts than causality, a window and spans.
+        NotImplementedError: the function has parts other than causality, a window and spans.
     """
     ids: list[Tensor] = []
     form = _form(mask_function, ids)
@@ -116,9 +116,12 @@ _USES = {
 
 
 def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
-    """Return the form of a mask function: a name, or "and" or "or" with those of its parts; append numbers of spans.
+    """Return the form of a mask function: its name, or ("and" or "or", forms of its parts).
 
-    Packed documents are found in jumps of positions, which every shard has: they are left out.
+    Parts for packed documents are left out: transformers finds documents by jumps of positions, which every shard has.
+
+    Args:
+        ids: list to which the function's numbers of spans are appended.
     """
     name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     held = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
@@ -165,10 +168,10 @@ def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
     return next((mask.ids for mask in found if isinstance(mask, LayerSpans)), None)
 
 
-def say_of_other_layers(masks: Any) -> Any:
-    """Return a model's masks by type of layer, in which layers without spans are told that other layers have some.
+def mark_layers_without_spans(masks: Any) -> Any:
+    """Return a model's masks by type of layer, with `Use.NONE` for layers without spans if other layers have spans.
 
-    Without that, such a layer would follow the documents, in which spans are bidirectional.
+    An unmarked layer would follow the documents, in which spans are bidirectional.
     """
     if not isinstance(masks, dict):
         return masks

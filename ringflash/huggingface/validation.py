@@ -159,7 +159,7 @@ def find_static_error(
 
 
 def check_kwargs(kwargs: dict[str, Any]) -> None:
-    """Raise NotImplementedError for an argument of a layer that it would have to ignore."""
+    """Raise NotImplementedError for an argument that ring attention would have to ignore."""
     for name, value in kwargs.items():
         if name in _HARMLESS or value is None or value is False:
             continue
@@ -199,7 +199,7 @@ def _is_chunked(module: nn.Module, kind: str) -> bool:
 
 @torch.compiler.assume_constant_result  # or all of sys.modules would be traced
 def _has_recurrent_layers(name: str) -> bool:
-    """Return True if a model's code has recurrent layers that we know; `check_model` has looked for others."""
+    """Return True if a model's code has recurrent layers of `RECURRENT_LAYERS`; `model_checks` refuses all others."""
     return not RECURRENT_LAYERS.isdisjoint(vars(sys.modules[name]))
 
 
@@ -210,7 +210,7 @@ def rope_types(module: nn.Module) -> list[str | None]:
 
 
 def check_without_hooks(module: nn.Module) -> None:
-    """Raise NotImplementedError for attention of a model that is right on a shard only after `set_group`."""
+    """Raise NotImplementedError for a model in which replacing the attention is not enough: it needs `set_group`."""
     found = "recurrent layers" if _has_recurrent_layers(type(module).__module__) else None
     if any(kind in LENGTH_DEPENDENT for kind in rope_types(module)):
         found = "rotary angles that depend on the length"

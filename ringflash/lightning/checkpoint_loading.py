@@ -160,7 +160,7 @@ class _OwnState:
     def place_for(self, name: str, saved: Mapping[str, Shape]) -> dict[str, Any]:
         """Return the values of a parameter's state, to be overwritten by saved ones of the same keys and shapes."""
         parameter = self.parameters[name]
-        if not parameter.requires_grad:  # for when it is trained again
+        if not parameter.requires_grad:  # frozen now; its state is kept in case it is trained again
             return {key: _place(parameter, shape) for key, shape in saved.items()}
         own = self._state.get(name, {})
         shapes = {key: _shape(value) for key, value in own.items()}
@@ -190,7 +190,7 @@ def _shape(value: Any) -> Shape:
 
 
 def _place(parameter: Tensor, shape: Shape) -> Tensor | None:
-    """Return a tensor of a shape, sharded as the parameter if it has its shape; None for a value that is none."""
+    """Return a tensor of zeros, sharded as the parameter if it has the parameter's shape; None if `shape` is None."""
     if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, requires_grad=False)
     return None if shape is None else torch.zeros(shape)

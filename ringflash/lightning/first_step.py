@@ -152,10 +152,10 @@ def check_same_batch(batch: Any, group: Group) -> None:
 def sample(batch: Any, size: int, held: Tensor) -> Any:
     """Return up to `size` successive tokens of every tensor with a sequence dim, without cu_seqlens and strings.
 
-    They are those with most labels. If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers
-    (weights), one rank keeps only its first label or one: the mean over each shard then differs from that over the
-    sequence. If there are tokens (or other 2-D integers), tensors of another length, such as features of each sequence,
-    are returned whole.
+    - The tokens are those with the most labels.
+    - If labels have a -100, or a tensor is a mask of 0 and 1 or has no negative numbers (weights), one rank keeps only
+      its first label, 1 or weight. A mean over each shard then differs from the mean over the sequence.
+    - If there are 2-D integers, such as tokens, tensors of another length (features of a sequence) are returned whole.
 
     Args:
         held: (num_tokens,), indices among the `size` tokens of those that one rank holds.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# Lightning's warning for a module with a hook of this name, beside a data module: the mixin's hook is meant.
+# Lightning's warning for a module with a hook of this name if there is a data module; here the mixin's hook is meant.
 OWN_HOOK = "You have overridden `on_before_batch_transfer` in `LightningModule` but have passed in a"
 CHECKED_TOKENS = 8  # per chunk, in the comparison with the whole sequence
 

@@ -71,9 +71,9 @@ _OF_DENSE_MODELS = ("use_transformer_engine_op_fuser", "use_grouped_gemm_for_den
 
 
 class RingLayer(BaseTransformerLayer):
-    """Constructor of layers: of those that Megatron would choose by its configuration, with the ring.
+    """Layer that Megatron would build for its configuration, with the ring as its core attention.
 
-    A spec by itself would not see options such as --num-experts or --qk-layernorm.
+    It is a class and not a plain spec because a spec does not see options such as --num-experts or --qk-layernorm.
     """
 
     def __new__(  # type: ignore[misc]

@@ -76,10 +76,10 @@ def _attention() -> Any:
 
 
 class _OnlyAttention(TorchDispatchMode):
-    """Recomputation in which only attention is looked up.
+    """Recomputation that takes only attention's results from the forward, and computes all else.
 
-    torch also looks up operators that are computed again, and fails for one that the forward did not call: ZeRO-3 and
-    FSDP2 gather a layer's parameters within it unless they were prefetched, in the forward and in the backward.
+    torch's own also looks for the other operators in the forward, and fails if it did not call one: ZeRO-3 and FSDP2
+    gather a layer's parameters within the layer unless they were prefetched, in the forward and in the backward.
     """
 
     def __init__(self, recomputation: Any) -> None:

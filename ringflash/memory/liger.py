@@ -18,7 +18,7 @@ def use_liger(model: nn.Module, *, if_possible: bool) -> None:
     Its losses are not used: they divide by the tokens of one rank (docs/plan.md).
 
     Args:
-        if_possible: leave the model as it is in place of these errors, with a warning if there is a GPU.
+        if_possible: leave the model as it is instead of raising, with a warning if there is a GPU.
     Raises:
         RuntimeError: liger-kernel is not installed, or there is no GPU for its kernels.
         NotImplementedError: a family that Liger does not support.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -228,8 +229,20 @@ def _is_flat(x: Tensor | None) -> bool:
 
 
 def _draws(mlp: nn.Module) -> bool:
-    """Return True if a dropout is active."""
-    return any(x.training and x.p > 0 for x in mlp.modules() if isinstance(x, _DropoutNd))
+    """Return True if a dropout is active, as a layer or as a function that a forward calls (Seed-OSS)."""
+    return any(x.training and (x.p > 0 if isinstance(x, _DropoutNd) else _calls_dropout(x)) for x in mlp.modules())
+
+
+def _calls_dropout(module: nn.Module) -> bool:
+    """Return True if a forward names a dropout of torch.nn.functional that is no layer of the module."""
+    return any(not isinstance(getattr(module, name, None), nn.Module) for name in _dropouts_named(type(module)))
+
+
+@lru_cache(maxsize=64)
+def _dropouts_named(cls: type[nn.Module]) -> tuple[str, ...]:
+    codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)
+    names = (name for code in codes if code is not None for name in code.co_names)
+    return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name))
 
 
 @contextmanager

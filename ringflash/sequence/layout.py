@@ -101,7 +101,11 @@ def _zigzags(bounds: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[Ch
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
-    """Return the number of which the length of a sequence must be a multiple to be cut by a layout."""
+    """Return the number of tokens by which a layout needs the length of a sequence to be divisible.
+
+    Raises:
+        ValueError: an unknown layout.
+    """
     if layout not in LAYOUTS:
         raise ValueError(
             f"layout must be one of {LAYOUTS}, got {layout!r}; zigzag balances causal masks, balanced packed documents."
@@ -155,12 +159,15 @@ def local_positions(
 
     Args:
         seqlen: length of the whole sequence, tokens.
+        cp_size, cp_rank: number of ranks that share the sequence, and the rank among them.
+        layout: "zigzag", "striped", "contiguous", "balanced" or "documents" (docs/masks.md).
         cu_seqlens: (num_documents + 1,), int32, document bounds in the whole sequence. "balanced" and "documents" need
             them; the other layouts do not depend on documents.
     Returns:
         positions: (seqlen // cp_size,), int64, increasing.
     Raises:
-        ValueError: length or layout as in `chunks`; rank outside [0, cp_size).
+        ValueError: an unknown layout; a length that it cannot divide (`granularity`); a layout that needs cu_seqlens
+            without them; a rank outside [0, cp_size).
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}; pass the rank within the group.")
@@ -176,10 +183,12 @@ def shard_sequence(
     Args:
         x: any shape; `dim` is the sequence dimension.
         group: ProcessGroup, 1-D DeviceMesh, or None for a single process.
-        cu_seqlens: as `local_positions`.
+        layout, cu_seqlens: as `local_positions`.
     Returns:
         shard: as x, with seqlen / cp_size tokens along `dim`, in local order. Differentiable; the gradient of x is
             zero outside the shard.
+    Raises:
+        ValueError: as `local_positions`.
     """
     shard = cut_sequence(x, group, dim, layout, cu_seqlens)
     if x.dtype in _INTEGERS and shard is not x and not torch.compiler.is_compiling():
@@ -191,7 +200,7 @@ def shard_sequence(
 def cut_sequence(
     x: Tensor, group: Group, dim: int = 1, layout: str = "zigzag", cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Return `shard_sequence` of a tensor, of which wrapped modules compare nothing."""
+    """Return what `shard_sequence` returns, without the checksum that wrapped modules compare."""
     group, bounds = resolve(group), _bounds(layout, cu_seqlens)
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
@@ -238,10 +247,13 @@ def unshard_sequence(
     Differentiable; `gradient` says how, by the loss that the ranks compute from the result.
 
     Args:
+        x, group, dim, layout, cu_seqlens: as `shard_sequence` returns and takes them; dtype and shape as on all ranks.
         gradient: "sum" if the objective is the sum of the ranks' losses: the gradient of a shard is the sum over ranks
             of the gradients of the full tensor at its positions. "own" if every rank computes the same loss, of the
             whole sequence: it is this rank's own gradient there. The gradients of the parameters are then to be summed
             over the ranks; multiply the loss by cp_size for backends that average them.
+    Returns:
+        whole: as x, with seqlen tokens along `dim`, in position order.
     Raises:
         ValueError: shards that the layout does not have, or that differ between ranks in shape or dtype; on every rank.
     """
@@ -301,7 +313,7 @@ def document_table(
     none = torch.zeros_like(cu_seqlens)
     table = torch.stack([cu_seqlens, none - 1, none, none])
     if isinstance(global_tokens, int):
-        global_tokens = torch.full_like(cu_seqlens[1:], global_tokens)
+        global_tokens = torch.tensor(global_tokens, device=cu_seqlens.device).expand_as(cu_seqlens[1:])
     given = (("parents", parents), ("bidirectional", bidirectional), ("global_tokens", global_tokens))
     for row, (name, values) in enumerate(given, 1):
         if values is None:
@@ -311,9 +323,12 @@ def document_table(
                 f"{name} must have one entry for each document of cu_seqlens {tuple(cu_seqlens[1:].shape)}, got "
                 f"{tuple(values.shape)}; give -1 to a document that continues none, and False to one that is causal."
             )
-        if values.is_floating_point() or row == 1 and values.dtype == torch.bool:
-            raise ValueError(f"{name} must be {'integers' if row == 1 else 'bool'}, got {values.dtype}; convert them.")
+        kind = "bool" if row == 2 else "integers"
+        if values.is_floating_point() or (values.dtype == torch.bool) != (row == 2):
+            raise ValueError(f"{name} must be {kind}, got {values.dtype}; convert them.")
         table[row, :-1] = values
+        if not torch.equal(table[row, :-1], values.long()):
+            raise ValueError(f"{name} must fit {table.dtype}, got up to {int(values.max())}; use smaller numbers.")
     return table
 
 

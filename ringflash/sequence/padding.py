@@ -17,8 +17,9 @@ IGNORE_INDEX = -100
 class PaddedBatch(NamedTuple):
     """Tokens, labels, document bounds and positions of a padded sequence.
 
-    tokens, labels, position_ids: (batch, padded length).  cu_seqlens: (num_documents + 1 or + 2,), int32, or a table,
-    or None; padded bounds.
+    Args:
+        tokens, labels, position_ids: (batch, padded length); None if they were not given.
+        cu_seqlens: (num_documents + 1,), int32, or a table; the padding may be one document more. None if not given.
     """
 
     tokens: Tensor
@@ -50,6 +51,7 @@ def pad_sequence(
         labels: (batch, seqlen), already shifted (`ringflash.loss.shift_labels`). Without them padding cannot be told
             from tokens, and `prepare_batch` would label it.
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence; batch must then be 1.
+        cp_size, layout: ranks that will share the sequence, and how it will be cut (`shard_sequence`).
         multiple_of: another divisor of the padded length, or of each document's, such as the tile size of a kernel.
         causal: False for attention in both directions; padding then needs `cu_seqlens`.
         position_ids: (batch or 1, seqlen). Padding counts on from the last position, or from 0 with `cu_seqlens`, as

@@ -17,9 +17,10 @@ class Run(NamedTuple):
 class Paths(NamedTuple):
     """Paths of documents.
 
-    starts: for each document, where the run of its path that ends with it starts.
-    links: the document with which the run before ends, or -1.
-    shifts: what to subtract from a position in the document to get the one in its path.
+    Args:
+        starts: for each document, the first key of the last run of its path, the run that ends with the document.
+        links: for each document, the one with which the previous run of its path ends; -1 without.
+        shifts: for each document, position in the sequence minus position in its path.
     """
 
     starts: list[int]

@@ -26,10 +26,11 @@ from ringflash.sequence.padding import IGNORE_INDEX
 class SharedPrefixes(NamedTuple):
     """Sequences packed so that tokens of a common prefix occur once.
 
-    input_ids, position_ids: (1, num_tokens).
-    cu_seqlens: the documents, as `ringflash.document_table`.
-    labels: (1, num_tokens), the successor of each token, or -100 at the ends of sequences.
-    rows: for each sequence, the row of each of its tokens but the last, whose label is the next token.
+    Args:
+        input_ids, position_ids: (1, num_tokens), int64.
+        cu_seqlens: the documents, as `ringflash.document_table`.
+        labels: (1, num_tokens), int64, the successor of each token, or -100 at the ends of sequences.
+        rows: for each sequence, the row of each of its tokens but the last, whose label is the next token.
     """
 
     input_ids: Tensor

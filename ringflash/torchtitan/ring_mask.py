@@ -23,9 +23,10 @@ class RingMask:
     torch moves the tensors of tuples and dicts to the GPU, but not those of a dataclass: bounds stay on the CPU, where
     reading them costs no synchronisation.
 
-    cu_seqlens: document bounds of each row in the whole sequence, int32, on the CPU; None if each row is one document.
-    window: tokens that a query sees, itself included; None for all.
-    layout: how the sequence was cut; None if it was not.
+    Args:
+        cu_seqlens: bounds of each row in the whole sequence, int32, on the CPU; None if each row is one document.
+        window: tokens that a query sees, itself included; None for all.
+        layout: how the sequence was cut; None if it was not.
     """
 
     cu_seqlens: list[Tensor] | None

@@ -180,15 +180,15 @@ class _Observer(_SessionCallback):
 class _Sequence(lightning.LightningDataModule):
     """Data module with a single batch, for both training and evaluation."""
 
-    def __init__(self, reader: _SessionCallback) -> None:
+    def __init__(self, callback: _SessionCallback) -> None:
         super().__init__()
-        self.reader = reader
+        self.callback = callback
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the batch; Lightning calls this after the model has been built."""
-        reader = self.reader  # the batch is a shard, or everything if the module shards its batches
-        group = None if isinstance(reader.module, SequenceSharding) else reader.group
-        return DataLoader([prepare_batch(reader.training, group, reader.data())], batch_size=None)  # type: ignore[arg-type]
+        callback = self.callback  # the batch is a shard, or everything if the module shards its batches
+        group = None if isinstance(callback.module, SequenceSharding) else callback.group
+        return DataLoader([prepare_batch(callback.training, group, callback.data())], batch_size=None)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> dict[str, DataLoader[Any]]:
         """Return the loader by name, as `CausalLM` expects it."""

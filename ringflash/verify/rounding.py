@@ -1,10 +1,11 @@
-"""Rounding in float32 that exceeds twice the error of one baseline: when it may have, and more baselines to tell.
+"""Further baselines for float32, in which correct rounding may exceed twice the error of a single baseline.
 
-The error of a run is its roundings, amplified by the model. Trained weights amplify those of some tokens far more than
-others. The largest error of a chunk may then be that of one token, a random number of which the baseline is one sample
-and cp=N another, and twice a single sample is no bound: of two independent normal numbers one exceeds twice the other
-in 30% of cases. So if cp=N exceeds its budget a little, further baselines are drawn until it does not, up to
-`MOST_BASELINES`. The budget is twice the largest error of them all, which such a number exceeds in 1 of 7,000 cases.
+The error of a run is its roundings, amplified by the model. Trained weights amplify the roundings of a few tokens far
+more than those of others. The largest error of a chunk is then the error of one token: a random number, of which the
+baseline is one sample and cp=N another. Twice one sample is no bound: of two independent normal numbers, one exceeds
+twice the other in 30% of cases. So if cp=N exceeds its budget a little, further baselines are drawn until it does not,
+up to `MOST_BASELINES`. The budget is twice the largest error of all baselines, which a normal number exceeds in 1 of
+7,000 cases.
 
 A further baseline is a run at cp=1, in the dtype under test, of weights that were rounded once more: each is moved to a
 neighbouring number with a probability of 1/12, the variance of rounding in units of the last place. From then on no

@@ -312,10 +312,10 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
 
 
 def _tensor_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
-    """Return the error for the first difference that no later tensor makes good.
+    """Return the error for the first tensor that differs, unless a later tensor is right.
 
-    A layer may be given tokens in another order, or have a neighbour's tokens added later. A tensor that is right shows
-    that, unless it is the same for all tokens, as the logits of a head of zeros are.
+    A layer may be given tokens in another order, or get a neighbour's tokens later: a right tensor after it shows that
+    the result is right. One that is the same for all tokens, such as the logits of a head of zeros, shows nothing.
     """
     pending: ValueError | None = None
     for key, got in ring.tensors.items():

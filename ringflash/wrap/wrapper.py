@@ -260,7 +260,7 @@ def _is_on_ring(state: WrappedState) -> bool:
 
 
 class _Forwards:
-    """Comparisons between the ranks of a ring of what a module's forwards use, and those with gradients change."""
+    """Comparisons of parameters, sequences, buffers and gradients between the ranks, at each forward of a module."""
 
     def __init__(self) -> None:
         self._aligned = False  # FSDP2's units

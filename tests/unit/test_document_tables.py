@@ -231,6 +231,13 @@ def test_no_masks_or_fractions_in_place_of_numbers() -> None:
             ringflash.document_table(cu_seqlens, values[1:])
     with pytest.raises(ValueError, match="bidirectional must be bool, got torch.float32"):
         ringflash.document_table(cu_seqlens, bidirectional=torch.tensor([0.0, 0.4]))
+    with pytest.raises(ValueError, match="bidirectional must be bool, got torch.int64"):
+        ringflash.document_table(cu_seqlens, bidirectional=torch.tensor([-1, 0]))  # numbers of spans
+    for count in (True, torch.tensor([True, False])):
+        with pytest.raises(ValueError, match="global_tokens must be integers, got torch.bool"):
+            ringflash.document_table(cu_seqlens, global_tokens=count)
+    with pytest.raises(ValueError, match="global_tokens must fit torch.int32, got up to 4294967296"):
+        ringflash.document_table(cu_seqlens.int(), global_tokens=2**32)
 
 
 USED_ABOVE = {

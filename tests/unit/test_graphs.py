@@ -341,7 +341,7 @@ def test_call_on_another_stream_waits_for_the_previous(monkeypatch: pytest.Monke
     first, second, captured, alone = streams = [Stream() for _ in range(4)]
     device, group, now = torch.device("cuda", 0), mock.Mock(), first
     monkeypatch.setattr(ring_call, "_last_streams", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: now)
+    monkeypatch.setattr(ring_call, "current_stream", lambda _: now)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: now is captured)
     for now in (first, first, second, captured, second, alone, first):
         ring_call.order_streams(None if now is alone else group, device)

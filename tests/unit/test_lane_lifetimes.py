@@ -74,8 +74,8 @@ class Streams:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     made = Streams()
-    cuda = SimpleNamespace(Stream=Stream, set_stream=made.set, current_stream=lambda _: made.current)
-    with mock.patch.object(lanes, "torch", SimpleNamespace(cuda=cuda)):
+    cuda = SimpleNamespace(Stream=Stream, set_stream=made.set)
+    with mock.patch.multiple(lanes, torch=SimpleNamespace(cuda=cuda), current_stream=lambda _: made.current):
         yield made
 
 

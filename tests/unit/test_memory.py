@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssConfig, SeedOssMLP
 
 from ringflash import huggingface
 from ringflash.huggingface.weights import draw_weights
@@ -292,10 +293,16 @@ def test_tiles_sum_gradients_in_fp32() -> None:
     assert torch.equal(mlp.down_proj.weight.grad, total.bfloat16())
 
 
-def test_tiles_drop_the_same_in_the_backward() -> None:
-    """LoRA's dropout on a projection: a tile's gradients are those of autograd with the forward's draws."""
+@pytest.mark.parametrize("function", [False, True])
+def test_tiles_drop_the_same_in_the_backward(function: bool) -> None:
+    """LoRA's dropout on a projection, or Seed-OSS's function: a tile's gradients have the forward's draws."""
     mlp = model_with(Memory(mlp_tile_tokens=8)).get_submodule("model.model.layers.0.mlp")
-    mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)
+    if function:
+        mlp = nn.ModuleDict({"mlp": SeedOssMLP(SeedOssConfig(hidden_size=32, intermediate_size=80)).double()})
+        tiles.tile_mlps(mlp, 8)
+        mlp = mlp["mlp"]
+    else:
+        mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     torch.manual_seed(0)
     out, state = mlp(x), torch.get_rng_state()

@@ -891,4 +891,4 @@ def test_computed_experts_take_their_time(plan: Plan) -> None:
     assert model["computed_parameters"] - model["matmul_parameters"] == pytest.approx(others, rel=1e-4)
     chunked = (visible_fraction(1 << 17, [ChunkedAttention(40)]) + 1) / 2
     assert job.said["job"]["visible_fraction"] == pytest.approx(chunked)
-    assert "its code also computes experts for other tokens than theirs" in printed.out
+    assert "its code computes experts also for tokens that are not sent to them" in printed.out

@@ -28,10 +28,12 @@ from ringflash.attention import gather_by_heads, schedule, sections
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.recording import recorder, repeated_launch, step_lists, tape
+from ringflash.attention.recording.step_lists import RecordedStep, Role
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, driver, event_pool
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.command_issuer import compiled
+from ringflash.comm.driver_commands import record_command
 from ringflash.comm.transport import copy_engine, lanes
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
@@ -56,13 +58,13 @@ class Log(TorchDispatchMode):
         self.events: list[Any] = []
         self.unread: list[torch.Tensor] = []
         self.inputs: Inputs = ()
-        self.allocated: list[tuple[int, int, StorageWeakRef | None]] = []
+        self.allocated: list[tuple[int, int, StorageWeakRef | None, str]] = []
 
     def say(self, *line: Any) -> None:
-        for index, (_first, size, alive) in enumerate(self.allocated):
+        for index, (_first, size, alive, stream) in enumerate(self.allocated):
             if alive is not None and alive.expired():
-                self.allocated[index] = -1, size, None
-                self.lines.append(("freed", index))
+                self.allocated[index] = -1, size, None, stream
+                self.lines.append(("freed", stream, index))
         self.lines.append(line)
 
     def place(self, address: int) -> Any:
@@ -74,7 +76,7 @@ class Log(TorchDispatchMode):
         ]
         if offsets:
             return "input", min(offsets)
-        for index, (first, size, alive) in enumerate(self.allocated):
+        for index, (first, size, alive, _) in enumerate(self.allocated):
             if alive is not None and 0 <= address - first < max(size, 1):
                 return "allocated", index, address - first
         return address
@@ -107,7 +109,7 @@ class Log(TorchDispatchMode):
             self.say(name, self.stream, *[(x.shape, x.stride(), x.dtype) for x in made])
             self.lines.append([self.value(x) for x in args] if func not in recorder.ALLOCATIONS else [])
         for x in made:
-            self.allocated.append((x.data_ptr(), x.nbytes, StorageWeakRef(x.untyped_storage())))
+            self.allocated.append((x.data_ptr(), x.nbytes, StorageWeakRef(x.untyped_storage()), self.stream))
         return out
 
 
@@ -281,10 +283,9 @@ class FakeDriver(driver.Driver):
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams, launches and copies that only write to the log."""
-    cuda = SimpleNamespace(
-        Stream=Stream, current_stream=lambda _: CALLER, set_stream=lambda x: setattr(LOGS[-1], "stream", x.name)
-    )
+    cuda = SimpleNamespace(Stream=Stream, set_stream=lambda x: setattr(LOGS[-1], "stream", x.name))
     monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(lanes, "current_stream", lambda _: CALLER)
     monkeypatch.setattr(Launcher, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -372,18 +373,19 @@ class Calls:
 def apart(lines: list[Any]) -> tuple[list[Any], list[tuple[Any, int]]]:
     """Return the requests to the device, and what was allocated and freed, with the number of requests before it.
 
-    What is freed between two allocations is sorted.
+    Memory is listed by stream, because torch gives a stream only what this stream has freed. What it frees between two
+    allocations is sorted.
     """
-    requests, memory, freed = list[Any](), list[tuple[Any, int]](), list[tuple[Any, int]]()
+    requests, memory = list[Any](), dict[str, list[tuple[int, Any, int]]]()
     for line in lines:
-        if line and line[0] == "freed":
-            freed.append((line, len(requests)))
-        elif line and line[0] == "empty":
-            memory += [*sorted(freed), (line, len(requests))]
-            freed = []
+        if line and line[0] in ("freed", "empty"):
+            of_stream = memory.setdefault(line[1], [])
+            num_before = sum(each[0] == "empty" for _, each, _ in of_stream)
+            of_stream.append((2 * num_before + (line[0] == "empty"), line, len(requests)))
         elif line:
             requests.append(line)
-    return requests, memory + sorted(freed)
+    in_order = [sorted(memory[stream], key=lambda entry: (entry[0], str(entry[1]))) for stream in sorted(memory)]
+    return requests, [entry[1:] for of_stream in in_order for entry in of_stream]
 
 
 def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor | None) -> Any:
@@ -510,3 +512,22 @@ def test_an_error_in_a_repeated_call_joins_lanes(failing: int) -> None:
     with mock.patch.object(Memory, "join") as join, pytest.raises(MemoryError):
         calls.log(1, repeat=True)
     assert join.called and LOGS[-1].stream == "caller"
+
+
+def test_a_list_ends_where_a_stream_allocates_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that another stream has freed is not given to it: sections whose queries are rounded are one list."""
+    monkeypatch.setattr(step_lists, "driver", FakeDriver)
+    even, odd = streams = [cast(Any, Stream(name)) for name in ("even", "odd")]
+    names = {role: mock.Mock(__qualname__=role.name) for role in Role}
+    section = {
+        stream: [
+            RecordedStep(Role.ALLOCATE, names[Role.ALLOCATE], stream),
+            RecordedStep(Role.WORK, names[Role.WORK], stream, [record_command(stream.cuda_stream, 1)]),
+            RecordedStep(Role.DROP, names[Role.DROP], stream),
+        ]
+        for stream in streams
+    }
+    steps = step_lists.repeated_steps([*section[even], *section[odd], *section[even]], set(), Memory(), even)
+    got = [step.__qualname__.partition(".")[0] for step in steps]
+    both = ["ALLOCATE", "enter_step", "ALLOCATE", "issue_step", "DROP", "DROP"]
+    assert got == [*both, "enter_step", "ALLOCATE", "issue_step", "DROP"]

@@ -547,6 +547,17 @@ def test_many_calls_are_looked_at_early() -> None:
     assert rank.watch._wake.is_set()
 
 
+def test_a_new_call_frees_the_tokens_of_calls_that_have_ended() -> None:
+    rank = World(1).ranks[0]
+    calls = [rank.issue(1) for _ in range(3)]
+    finish(*calls[:2])
+    held = list(rank.watch._watched[rank.memory].queue.calls)  # type: ignore[index]
+    rank.issue(1)
+    assert [len(call.markers) for call in held] == [0, 0, 2]
+    rank.look()
+    assert rank.watch._watched[rank.memory].queue.describe_wait() == "for all ranks to begin in forward call 3"  # type: ignore[index]
+
+
 def test_few_tokens_are_asked_however_many_calls_wait() -> None:
     rank = World(1).ranks[0]
     calls = [rank.issue(8) for _ in range(200)]

@@ -16,9 +16,10 @@ UNTESTED = "RINGFLASH_UNTESTED_TRITON"  # environment variable: the release, suc
 class TritonRelease(NamedTuple):
     """A release of triton that the kernels were tested with.
 
-    torch: the releases of torch that bring it.
-    tested: the tests of the kernels that passed on GPUs with it.
-    speed: of the kernels, relative to triton 3.6.
+    Args:
+        torch: releases of torch that install it.
+        tested: tests of the kernels that passed on GPUs with it.
+        speed: speed of the kernels, relative to triton 3.6.
     """
 
     torch: str

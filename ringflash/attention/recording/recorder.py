@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_leaves
 from ringflash.attention.recording.repeated_launch import repeat_launch
 from ringflash.attention.recording.slots import Slots
 from ringflash.attention.recording.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
-from ringflash.attention.recording.steps import Repetition, Step, Tensors, enter_step, free_step, view_of
-from ringflash.comm.call_numbers import CallNumber
+from ringflash.attention.recording.steps import OF_EACH_CALL, Repetition, Step, Tensors, enter_step, free_step, view_of
 from ringflash.comm.driver import driver
 from ringflash.comm.transport.lanes import Commands, Lanes
-from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -72,7 +70,7 @@ class Recorder(TorchDispatchMode):
             self._add(Role.LATE, again)
         else:
             index = self._add_made(result)
-            self._add(Role.EARLY, lambda now: now.events.__setitem__(index, again(now)))
+            self._add(Role.EARLY, lambda now: now.keep(index, again(now)))
         return result
 
     def give_up(self, problem: str) -> None:
@@ -114,23 +112,18 @@ class Recorder(TorchDispatchMode):
             result = work(*args)
         finally:
             self._paused = False
-        events = [(place, self._index_of(x)) for place, x in enumerate(args) if id(x) in self._made]
-        self._seen_by_host |= {index for _, index in events}
-        numbers = [place for place, x in enumerate(args) if isinstance(x, CallNumber)]
-        calls = [place for place, x in enumerate(args) if isinstance(x, CallInFlight | Unwatched)]
-        template = [None if id(x) in self._made or isinstance(x, CallInFlight | Unwatched) else x for x in args]
+        found = [self._made[id(x)][1] if id(x) in self._made else OF_EACH_CALL.get(type(x)) for x in args]
+        own = [(place, index) for place, index in enumerate(found) if index is not None]
+        self._seen_by_host |= {index for _, index in own if index >= 0}
+        template = [x if index is None else None for x, index in zip(args, found, strict=True)]
 
         def again(now: Repetition) -> Any:
-            own = template.copy()
-            for place, index in events:
-                own[place] = now.events[index]
-            for place in numbers:
-                own[place] = now.number
-            for place in calls:
-                own[place] = now.watched
-            return work(*own)
+            given = template.copy()
+            for place, index in own:
+                given[place] = now.own[index]
+            return work(*given)
 
-        return result, again if events or numbers or calls else lambda now: work(*args)
+        return result, again if own else lambda now: work(*args)
 
     def _record_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record an operator that is no view; one that writes to no element of a tensor is left out."""
@@ -156,7 +149,7 @@ class Recorder(TorchDispatchMode):
                 if not self.slots.has_dtype(slot, x):
                     self.give_up(f"the operator {func} on a tensor of another dtype")
         if not in_place:
-            self.slots.add(out)
+            self.slots.add(out, self._entered)
 
         def again(now: Repetition) -> None:
             for place, slot, view in views:
@@ -172,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _record_allocation(self, out: Tensor) -> None:
         """Give a new tensor a slot, and record its allocation."""
-        self.slots.add(out)
+        self.slots.add(out, self._entered)
         shape, strides, dtype, device = tuple(out.shape), out.stride(), out.dtype, out.device
 
         def allocate(now: Repetition) -> None:
@@ -187,8 +180,8 @@ class Recorder(TorchDispatchMode):
 
     def _drop_freed(self) -> None:
         """Let a repetition free what this call has freed since the last step."""
-        for slot in self.slots.freed():
-            self._add(Role.DROP, free_step(slot))
+        for slot, stream in self.slots.freed():
+            self._recorded.append(RecordedStep(Role.DROP, free_step(slot), stream))
 
     def _enter(self) -> None:
         """Make the current stream that of a repetition, for what follows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -32,7 +33,7 @@ class Slots:
         # Inputs and their views. They may share a storage, and are alive anyway.
         self._inputs = {id(x): (x, slot) for slot, x in enumerate(tensors) if x is not None}
         self._input_storages = {x.untyped_storage()._cdata for x in tensors if x is not None}
-        self._allocated: dict[int, tuple[int, StorageWeakRef]] = {}  # slots, by storage
+        self._allocated: dict[int, tuple[int, StorageWeakRef, torch.cuda.Stream]] = {}  # slots, by storage
 
     def add_views(self, x: Tensor, views: Any) -> None:
         """Remember views of an input as parts of its slot; other views need no slot."""
@@ -47,19 +48,19 @@ class Slots:
         storage = out.untyped_storage()._cdata
         return storage not in self._allocated and storage not in self._input_storages
 
-    def add(self, x: Tensor) -> None:
-        """Give a new tensor the next slot."""
+    def add(self, x: Tensor, stream: torch.cuda.Stream) -> None:
+        """Give a new tensor, of a stream's memory, the next slot."""
         storage = x.untyped_storage()
-        self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage)
+        self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage), stream
         self._addresses.append(x.data_ptr())
         self._dtypes.append(x.dtype)
 
-    def freed(self) -> Iterator[int]:
-        """Yield the slots of what was freed since this was last asked."""
-        for storage, (slot, alive) in list(self._allocated.items()):
+    def freed(self) -> Iterator[tuple[int, torch.cuda.Stream]]:
+        """Yield slot and stream of what was freed since this was last asked."""
+        for storage, (slot, alive, stream) in list(self._allocated.items()):
             if alive.expired():
                 del self._allocated[storage]
-                yield slot
+                yield slot, stream
 
     def place(self, x: Tensor) -> tuple[int | None, int]:
         """Return the slot of a tensor and its offset there; without a slot its address."""

@@ -1,7 +1,8 @@
 """The steps of a recorded call as a repetition makes them: one by one or, with the driver, in lists of commands.
 
-A list ends at other work of torch, and where memory is allocated after some was freed. Other allocations precede the
-list in which they fall. Work of the host follows it, and so do steps that free memory.
+A list ends at other work of torch, and where a stream allocates memory after it freed some, which torch may give it
+again. Other allocations precede the list in which they fall. Work of the host follows it, and so do steps that free
+memory.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RecordedStep(NamedTuple):
     """A step of the recorded call.
 
     Args:
-        stream: stream that must be current, or None if any may be.
+        stream: stream that must be current, or None if any may be; of a DROP the one whose memory is freed.
         commands: commands of the driver that do the same as `step`, or None.
     """
 
@@ -58,7 +59,7 @@ class RecordedEvent(NamedTuple):
     def step(self, shared: torch.cuda.Event | None) -> Step:
         """Return the step that does the same, with an event that all calls share, or if that is None with a new one."""
         event, stream = self.event, self.stream
-        return (lambda now: now.events[event].wait(stream)) if self.waits else record_step(event, stream, shared)
+        return (lambda now: now.own[event].wait(stream)) if self.waits else record_step(event, stream, shared)
 
     def command(self, shared: torch.cuda.Event | None) -> Command:
         """Return the command that does the same."""
@@ -101,7 +102,7 @@ def _in_lists(
     Args:
         shared: events that serve all calls, by index.
     """
-    commands, late, frees = list[Command](), list[Step](), False
+    commands, late, freed = list[Command](), list[Step](), set[torch.cuda.Stream | None]()
     for x in recorded:
         if isinstance(x, RecordedEvent):
             commands.append(x.command(shared.get(x.event)))
@@ -111,11 +112,12 @@ def _in_lists(
             commands += x.commands
         elif x.role in (Role.LATE, Role.DROP):
             late.append(x.step)
-            frees |= x.role is Role.DROP
+            if x.role is Role.DROP:
+                freed.add(x.stream)
         elif x.role is not Role.ENTER:
-            if not (x.role is Role.EARLY or x.role is Role.ALLOCATE and not frees):
+            if not (x.role is Role.EARLY or x.role is Role.ALLOCATE and x.stream not in freed):
                 yield from _list_of(cuda_driver, commands, late)
-                commands, late, frees = [], [], False
+                commands, late, freed = [], [], set()
             if x.stream is not None and x.stream != current:
                 current = x.stream
                 yield enter_step(areas, current)

@@ -11,30 +11,39 @@ from torch import Tensor
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import CommandList, Driver
 from ringflash.comm.driver_commands import Command
-from ringflash.comm.event_pool import address_of, take_event
+from ringflash.comm.event_pool import ReusedEvent, address_of, take_event
 from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[Tensor | None]
+OF_EACH_CALL = {CallInFlight: -2, Unwatched: -2, CallNumber: -1}  # indices in `Repetition.own`
 
 
 class Repetition:
     """A call that repeats a tape.
 
+    Args:
+        num_events: number of its events and results of `run_on_host`.
     Attributes:
         tensors: by slot: the call's inputs, then its allocations; None once freed.
-        addresses: addresses of these.
-        events: events that it has recorded, and results of `run_on_host`, by index.
+        addresses: addresses of these; 0 without a tensor.
+        own: events that it has recorded, and results of `run_on_host`, by index; then the watched call and the number.
+        values: handles or addresses of these, for commands.
     """
 
-    __slots__ = ("addresses", "events", "number", "tensors", "watched")
+    __slots__ = ("addresses", "own", "tensors", "values")
 
     def __init__(
         self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
     ) -> None:
-        self.tensors, self.number, self.watched = list(tensors), number, watched
+        self.tensors = list(tensors)
         self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        self.events: list[Any] = [None] * num_events
+        self.own: list[Any] = [*[None] * num_events, watched, number]
+        self.values = [0] * num_events
+
+    def keep(self, index: int, thing: ReusedEvent | Tensor) -> None:
+        """Keep an event or a result of `run_on_host`, by index."""
+        self.own[index], self.values[index] = thing, address_of(thing)
 
 
 Step = Callable[[Repetition], None]
@@ -59,7 +68,7 @@ def record_step(index: int, stream: torch.cuda.Stream, event: torch.cuda.Event |
     """Return the step that records an event on a stream: the given one, or a new one, as event `index` of the call."""
 
     def record(now: Repetition) -> None:
-        now.events[index] = stream.record_event(event)
+        now.own[index] = stream.record_event(event)
 
     return record
 
@@ -68,19 +77,17 @@ def take_event_step(index: int, stream: torch.cuda.Stream) -> Step:
     """Return the step that takes a free event from the pool, which a command then records, as event `index`."""
 
     def take(now: Repetition) -> None:
-        now.events[index] = take_event(stream)
+        now.keep(index, take_event(stream))
 
     return take
 
 
 def issue_step(cuda_driver: Driver, commands: list[Command]) -> Step:
     """Return the step that issues a list of commands."""
-    places = sorted({command.value for command in commands if command.value >= 0})
-    values = {place: value for value, place in enumerate(places)}
-    made = CommandList(cuda_driver, [command._replace(value=values.get(command.value, -1)) for command in commands])
+    made = CommandList(cuda_driver, commands)
 
     def issue(now: Repetition) -> None:
-        made.issue(now.addresses, [address_of(now.events[place]) for place in places], now.number.word)
+        made.issue(now.addresses, now.values, now.own[OF_EACH_CALL[CallNumber]].word)
 
     return issue
 

@@ -76,15 +76,15 @@ class Tape:
 
 
 def form_of(tensors: Tensors) -> Hashable:
-    """Return the part of a tape's key that its tensors decide: shapes, strides and dtypes, but not addresses."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+    """Return the part of a tape's key that its tensors decide: shapes, strides, dtypes, and addresses modulo 16.
 
-
-def can_repeat(impl: str, device: torch.device, tensors: Tensors) -> bool:
-    """Return True if a call can be a list of steps: all launches are observed, and no profiler or graph sees them.
-
-    Kernels are compiled for tensors at multiples of 16 bytes.
+    Kernels are compiled for tensors at multiples of 16 bytes, or for others.
     """
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+
+
+def can_repeat(impl: str, device: torch.device) -> bool:
+    """Return True if a call can be a list of steps: all launches are observed, and no profiler or graph sees them."""
     return (
         device.type == "cuda"
         and impl.startswith("hopper")
@@ -92,5 +92,4 @@ def can_repeat(impl: str, device: torch.device, tensors: Tensors) -> bool:
         and not torch.autograd._profiler_enabled()
         and not measuring()
         and not launches_are_traced()
-        and not any([x is not None and x.data_ptr() % 16 for x in tensors])
     )

@@ -1,7 +1,7 @@
-"""Comparison of parameters, which the ranks of a ring must have alike.
+"""Comparison of parameters, which must be equal on the ranks of a ring.
 
-Ranks that were initialised by different seeds, or whose gradients are not averaged over the ring, each have another
-model. Their attention mixes keys of all of these, without an error.
+Ranks that were initialised by different seeds, or whose gradients are not averaged over the ring, have different
+models. Attention would mix the keys of all of them, without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EqualParameters:
         self._sums: dict[str, int] = {}
 
     def begin(self, named: Iterable[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
-        """Note the values at the start of a forward, if this one is compared; of a module its `named_whole`."""
+        """Note the values of parameters (a module's `named_whole`) at the start of a forward that is compared."""
         self._num_forwards[torch.is_grad_enabled()] += 1
         self._sums = {}
         if not self._is_due:

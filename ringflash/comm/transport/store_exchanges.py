@@ -27,8 +27,8 @@ _names = itertools.count()
 class StoreExchangeCount:
     """Number of store exchanges that torch has counted in this process.
 
-    It is read from the keys of a rendezvous of this rank alone. An error of that one would also occur among several
-    ranks, and leave the others waiting, so it is a rehearsal, too.
+    It is read from the keys of a rendezvous that only this rank joins. That is also a rehearsal: an error in it would
+    occur in a rendezvous of several ranks as well, and leave the others waiting.
 
     Args:
         allocate: function that returns a new area of a few bytes on the device.
@@ -46,7 +46,7 @@ class StoreExchangeCount:
             self.count, self._step = max(numbers) + 1, len(numbers)
 
     def catch_up(self, count: int) -> None:
-        """Add exchanges, by rendezvous of this rank alone, until torch has counted as many as on another rank."""
+        """Add rendezvous that only this rank joins, until torch has counted as many as on another rank."""
         while self.count + self._step <= count:
             self._map(dist.HashStore())
             self.count += self._step

@@ -78,7 +78,8 @@ class CallInFlight:
         self.reach(torch.cuda.current_stream().record_event(), what, *values)
 
     def has_ended(self, ended: HasEnded) -> bool:
-        return self.issued and (not self.markers or ended(self.markers[-1][0]))
+        markers = self.markers  # another thread may take them away
+        return self.issued and (not markers or ended(markers[-1][0]))
 
     def advance(self, ended: HasEnded) -> bool:
         """Skip the markers that the device has passed; return True if there were any."""
@@ -114,15 +115,20 @@ class CallQueue:
         self.last_progress = now  # time at which the oldest call, or one before it, last began or advanced
         self.last_change = now  # time of the poll that last saw a call end or advance
         self._lock = Lock()
+        self._with_events: deque[CallInFlight] = deque()  # used by the host's thread only
 
     def begin(
         self, serial: int, pass_name: str, now: float, broken: Callable[[Exception], None] | None = None
     ) -> CallInFlight:
-        """Append a new call."""
+        """Append a new call. Calls that have ended let go of their events, which it can then use."""
+        held = self._with_events
+        while held and held[0].has_ended(lambda marker: marker.query()):
+            held.popleft().markers = []
         with self._lock:
             self.num_calls += 1
             call = CallInFlight(serial, self.num_calls, pass_name, now, broken)
             self.calls.append(call)
+        held.append(call)
         return call
 
     def poll(self, ended: HasEnded, now: float) -> int | None:

@@ -276,7 +276,8 @@ def _print(plan: dict[str, Any]) -> None:
         out.print(line)
     if (computed := model["computed_parameters"] / model["matmul_parameters"]) > 1.01:
         out.print(
-            f"its code also computes experts for other tokens than theirs: {computed:.1f} times the products of MFU"
+            f"its code computes experts also for tokens that are not sent to them: {computed:.1f} times the products "
+            "that MFU counts"
         )
     out.print("assumed: " + ", ".join(f"{name} {value:g}" for name, value in machine["rates"].items()))
 

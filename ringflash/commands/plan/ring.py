@@ -74,7 +74,7 @@ class Ring:
 
     @property
     def gathered(self) -> int:
-        """Count the numbers of K and V that rank 0 gathers in a pass: it sees the keys of all other ranks."""
+        """Number of elements of K and V that rank 0, which sees the keys of all other ranks, gathers in a pass."""
         return 2 * (self.seqlen - self.rows) * self.model.kv_size
 
     @property
@@ -84,7 +84,7 @@ class Ring:
 
     @property
     def key_bytes(self) -> float:
-        """Bytes of a number of K or V on its way; in FP8 a key and its value have a byte of scales in common."""
+        """Bytes of an element of K or V in transfer; in FP8 a key and its value share one byte of scales."""
         return 1 + 1 / (2 * self.model.kv_dim) if self.in_fp8 else BF16
 
     @cached_property

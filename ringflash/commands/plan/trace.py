@@ -34,8 +34,10 @@ _NOTHING_READ = {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
 class SavedBytes(NamedTuple):
     """Bytes that one layer saves per token.
 
-    layer: everything.  mlp: by the modules that tiles recompute (of a layer without such, by its MLP), without their
-    inputs.  input: the layer's own input; 0 if its first norm saves a copy instead.
+    Args:
+        layer: everything that the layer saves.
+        mlp: the part saved by modules that tiles recompute (without such modules, by the MLP), without their inputs.
+        input: the part that is the layer's own input; 0 if its first norm saves a copy instead.
     """
 
     layer: float
@@ -64,8 +66,10 @@ class Layers:
 class ModelTrace(NamedTuple):
     """Results of a traced step.
 
-    layers: what the layers save and move.  multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
-    keys: the largest (KV heads, head_dim, that of values) of an attention.
+    Args:
+        layers: what the layers save and move.
+        multiplied: parameters that multiply a token in plain (ungrouped) matmuls.
+        keys: the largest (KV heads, head_dim of keys, head_dim of values) of an attention.
     """
 
     layers: Layers
