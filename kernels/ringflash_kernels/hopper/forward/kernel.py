@@ -253,7 +253,7 @@ def load_previous(v_desc, shared, barriers, block, kv, V: gl.constexpr):
 def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """Load the tiles of this program under a two-sided mask, and read what comes next before a tile ends.
 
-    K of a block is asked for before V of the previous one, also across tiles, since its place is free earlier.
+    K of a block is asked for before V of the previous one, also of the previous tile's, because its slot is free first.
 
     Returns:
         ticket, count: the ticket after the last tile, and the number of tiles.
@@ -268,8 +268,8 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
     none = ticket * 0 - 1
     previous = (none, none, none)
     while ticket < problem.num_tiles:
-        row = of_lane(entry, 0) * V.tiles.rows
-        num_stretches, num_blocks, last = of_lane(entry, 2), of_lane(entry, 3), last_of(entry)
+        row, num_blocks = of_lane(entry, 0) * V.tiles.rows, of_lane(entry, 3)
+        num_stretches, last = of_lane(entry, 2), last_of(entry)
         batch, head, _rank = place_of(ticket, problem)
         tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
         publish(ticket, row, num_blocks, count, shared, barriers, V)
@@ -277,12 +277,8 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
         left = num_blocks
         stretch = next_stretch
         for i in range(num_stretches):
-            begin, end, masked, shift = (
-                of_lane(stretch, 0),
-                of_lane(stretch, 1),
-                of_lane(stretch, 2),
-                of_lane(stretch, 3),
-            )
+            begin, end = of_lane(stretch, 0), of_lane(stretch, 1)
+            masked, shift = of_lane(stretch, 2), of_lane(stretch, 3)
             stretch = stretch_of(last - i - 1, pointers)
             for j in range(end - begin):
                 index, phase = slot(kv, V.tiles.num_stages)
