@@ -1,6 +1,7 @@
 """Speed of kernels under two-sided masks, relative to the causal kernel with as many visible pairs.
 
     python benchmarks/bench_two_sided.py [--json out.json] [--seconds 200] [--dry] [--beside [MASK ...]]
+    python benchmarks/bench_two_sided.py --only MASK ...
 
 One Hopper GPU. TFLOP/s count visible pairs only; the two kernels are timed in turns. Each part stops at its own limit,
 and each line is printed as it is measured. `--dry` needs no GPU: it prints which share of the computed tiles is
@@ -381,6 +382,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--beside", nargs="*", help="only time these masks beside other libraries; default the main")
+    parser.add_argument("--only", nargs="+", help="only time these masks beside the causal kernel")
     options = parser.parse_args()
     results: list[dict] = []
 
@@ -409,13 +411,15 @@ def main() -> None:
     def late(seconds: float = options.seconds) -> bool:
         return time.time() - START > min(seconds, options.seconds)
 
-    for name, make in CASES.items():
+    for name in options.only or CASES:
         if late(options.seconds * 0.75):
             break
-        mask = make()
+        mask = CASES[name]()
         (mine, causal) = speeds({"ours": Ours(mask, 128), "causal": Ours(causal_of_equal_pairs(mask), 128)}).values()
         note(case=name, forward=mine[0], backward=mine[1], causal_forward=causal[0], causal_backward=causal[1],
              forward_share=mine[0] / causal[0], backward_share=mine[1] / causal[1])  # fmt: skip
+    if options.only:
+        return
     mask = CASES["16 answers of 4k after 2k"]()
     others = {
         "head_dim 64": {"dim": 64}, "deterministic": {"dim": 128, "deterministic": True}, "head_dim 96": {"dim": 96},

@@ -239,7 +239,7 @@ def _calls_dropout(module: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _dropouts_named(cls: type[nn.Module]) -> tuple[str, ...]:
+def _dropouts_named(cls: type) -> tuple[str, ...]:
     codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)
     names = (name for code in codes if code is not None for name in code.co_names)
     return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name))

@@ -283,10 +283,15 @@ _DRAWS: dict[str, Callable[..., bool]] = {"dropout": _drops, "rrelu": _leaks, "g
 
 @torch.compiler.assume_constant_result
 def _function_kind(func: Any) -> str | None:
-    """Return "ring" for our operator, the name of any other attention operator, a key of `_DRAWS`, or None."""
+    """Return "ring" for our operator, the name of any other attention operator, a key of `_DRAWS`, or None.
+
+    Operators of libraries may be named by their namespace only (flash_attn_3.fwd).
+    """
     name = getattr(func, "__name__", "")
     if name == _RING:
         return "ring"
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        name = str(func)
     if any(part in name for part in _ATTENTION):
         return name
     return next((kind for kind in _DRAWS if kind in name), None)

@@ -298,6 +298,10 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return flex_attention(*(x.detach() for x in (q, k, v)))  # it has no backward on the CPU
 
 
+LIBRARY = torch.library.Library("flash_attn_of_tests", "FRAGMENT")
+LIBRARY.define("fwd(Tensor q, Tensor k, Tensor v) -> Tensor")
+LIBRARY.impl("fwd", F.scaled_dot_product_attention, "CompositeImplicitAutograd")
+
 CALLS: dict[str, Any] = {
     "mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.zeros(q.shape[2], q.shape[2])),
     "dropout": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
@@ -307,13 +311,15 @@ CALLS: dict[str, Any] = {
     "dimensions": lambda q, k, v: F.scaled_dot_product_attention(q[0], k[0], v[0]),
     "operator": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
     "functional": lambda q, k, v: torch._scaled_dot_product_attention_math(q, k, v)[0],
+    "namespace": lambda q, k, v: torch.ops.flash_attn_of_tests.fwd(q, k, v),
+    "overload": lambda q, k, v: torch.ops.flash_attn_of_tests.fwd.default(q, k, v),
     "flex": _flex,
 }
 PATTERNS = {
     "mask": r"attend without attn_mask, got one", "dropout": "dropout_p 0, got 0.1", "integers": "floating point, got",
     "cross": r"seqlen_q \d+, seqlen_k 4", "heads": "enable_gqa=True", "dimensions": r"on \(batch, heads, seqlen",
     "operator": "_scaled_dot_product_flash_attention_for_cpu; call", "functional": "attention_math; call",
-    "flex": "got flex_attention",
+    "namespace": "got flash_attn_of_tests.fwd;", "overload": "fwd.default; call", "flex": "got flex_attention",
 }  # fmt: skip
 
 

@@ -225,8 +225,12 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
         return args[1]
     if "red.release.gpu" in asm:  # count_up
         return _atomic(np.add.at)(args[0], current_partition().num_threads // 32)
-    if "atom.global.add" in asm:  # draw
+    if "atom.global.add" in asm:  # draw_later
         return _atomic(np.add.at)(args[0], 1)
+    if "ld.global.b32" in asm:  # load_lanes
+        return [(args[0] + lane).load() for lane in range(4)]
+    if asm.startswith("shfl.sync.idx"):  # of_lane
+        return args[0][args[1]] if isinstance(args[0], list) else args[0]
     if "ld.acquire.gpu" in asm:  # wait_for
         pointer, number = args
         waits_for = _Lazy(lambda: f"{number} in global memory, where {pointer.load()} is")

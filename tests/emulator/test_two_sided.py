@@ -101,6 +101,8 @@ _FORWARD_FAULTS = {
     "ends of another block": (_FORWARD, "tma_load(ends_desc, [0, key]", "tma_load(ends_desc, [0, key + 1]"),
     "ends are read after their release": (_FORWARD, _WITH_ENDS, _RELEASE + _WITH_ENDS),
     "the stretch of another block": (_FORWARD, "            if j == 0:\n", "            if j == 1:\n"),
+    "the first stretch of the next tile": (_FORWARD, "(entry, 1) + of_lane(entry, 2) - 1", "(entry, 1)"),
+    "V of the last block is left out": (_FORWARD, "\n    load_previous(", "\n    0 and load_previous("),
     "a stretch is left out": ("walks", "1 + (fill < tile_size).long(), 0)", "(place % width > 0).long(), 0)"),
     "rows are counted from elsewhere": ("walks", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
 }

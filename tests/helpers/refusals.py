@@ -102,7 +102,7 @@ def _trees(parents: list[int], bidirectional: list[int] | None = None, global_to
 
     def change(ctx: Context, arguments: dict[str, Any]) -> None:
         bounds = torch.tensor([*range(0, 2 * len(parents), 2), ctx.size * LENGTH], dtype=torch.int32)
-        both = None if bidirectional is None else torch.tensor(bidirectional)
+        both = None if bidirectional is None else torch.tensor(bidirectional, dtype=torch.bool)
         arguments["cu_seqlens"] = ringflash.document_table(bounds, torch.tensor(parents), both, global_tokens)
 
     return change

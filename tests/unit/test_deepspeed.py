@@ -49,7 +49,7 @@ ZERO_OF_FP16 = "fp16 must have a ZeRO stage of 1, 2 or 3, got 0"
     ],
 )
 def test_configs_that_train_otherwise_are_refused(config: Any, error: type[Exception], message: str) -> None:
-    """By the check, and by a strategy as soon as it is made; what DeepSpeed would ignore or fail for, too."""
+    """The check refuses them, and a strategy as soon as it is made; what DeepSpeed would ignore or fail for, too."""
     with pytest.raises(error, match=message):
         check(config, {})
     with pytest.raises(error, match=message):

@@ -115,16 +115,42 @@ def draw(pointer):
 
     With triton's own addition, which hands its result on through shared memory, ptxas spilled in the other warps.
     """
+    return of_lane(draw_later(pointer), 0)
+
+
+@gluon.jit
+def draw_later(pointer):
+    """Like `draw`, but the number is in the first lane, and nothing waits for it before `of_lane`."""
     asm: gl.constexpr = """{
         .reg .pred first;
-        .reg .b32 lane, found;
+        .reg .b32 lane;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
-        mov.b32 found, 0;
-        @first atom.global.add.u32 found, [$1], 1;
-        shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+        mov.b32 $0, 0;
+        @first atom.global.add.u32 $0, [$1], 1;
+    }"""
+    return gl.inline_asm_elementwise(asm, "=&r,l", [pointer], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def load_lanes(pointer):
+    """Load four int32 from global memory, by one warp, into a lane each; nothing waits for them before `of_lane`."""
+    asm: gl.constexpr = """{
+        .reg .b32 lane;
+        .reg .b64 own;
+        mov.u32 lane, %laneid;
+        and.b32 lane, lane, 3;
+        mad.wide.u32 own, lane, 4, $1;
+        ld.global.b32 $0, [own];
     }"""
     return gl.inline_asm_elementwise(asm, "=r,l", [pointer], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def of_lane(number, LANE: gl.constexpr):
+    """Return the number that a lane of the warp has."""
+    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [number, LANE], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -24,11 +24,13 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.compat import (
-    draw,
+    draw_later,
     gl,
     gluon,
+    load_lanes,
     maxima_of_rows,
     mbarrier,
+    of_lane,
     reinterpret,
     tma_load,
     tma_store_wait,
@@ -75,7 +77,6 @@ from ringflash_kernels.hopper.pipeline import (
     take_turn,
     tickets,
     tiles_at,
-    two_sided_tile,
     visible_keys,
 )
 
@@ -150,25 +151,38 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, is_first,
-              V: gl.constexpr):  # fmt: skip
-    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
-    index, phase = slot(kv, V.tiles.num_stages)
+def load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load K of a block, given as its batch, head and key, and what arrives with it: its ends, in `halves` V."""
+    batch, head_kv, key = block
+    index, _phase = slot(kv, V.tiles.num_stages)
     full = barriers.k_full.index(index)
     if V.tiles.halves:
         mbarrier.expect(full, V.block_bytes)
-        load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
-        load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, V)
+        load_parts(k_desc, tiles_at(shared.k, index, V), full, batch, key, head_kv, V)
+        load_parts(v_desc, tiles_at(shared.v, index, V), full, batch, key, head_kv, V)
     else:
-        load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V.ends_bytes, V)
+        load_tile(k_desc, tiles_at(shared.k, index, V), full, batch, key, head_kv, V.ends_bytes, V)
     if V.mask == "ends":
         tma_load(ends_desc, [0, key], full, shared.ends.index(index))
+
+
+@gluon.jit
+def load_values(v_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load V of a block, unless it arrives with K."""
+    if not V.tiles.halves:
+        batch, head_kv, key = block
+        index, phase = slot(kv, V.tiles.num_stages)
+        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
+        load_tile(v_desc, tiles_at(shared.v, index, V), barriers.v_full.index(index), batch, key, head_kv, 0, V)
+
+
+@gluon.jit
+def load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, is_first, V: gl.constexpr):
+    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
+    load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V)
     if is_first:
         load_q(q_desc, shared, barriers, tile, count, V)
-    if not V.tiles.halves:
-        mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
-        full = barriers.v_full.index(index)
-        load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key, head_kv, 0, V)
+    load_values(v_desc, shared, barriers, block, kv, V)
 
 
 @gluon.jit
@@ -187,39 +201,59 @@ def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
                 announce_stretch(index, end * BN + shift, end - begin, masked, shared)
-            load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, (end - 1 - j) * BN + shift,
-                      kv, count, i + j == 0, V)  # fmt: skip
+            block = (tile.batch, head_kv, (end - 1 - j) * BN + shift)
+            load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, i + j == 0, V)
             kv += 1
     return kv
 
 
 @gluon.jit
-def stretch_of(number, pointers):
-    """Return first block, end, kind and shift of a stretch; see `Walks`."""
-    entry = pointers.stretches + number * 4
-    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
+def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointers, V: gl.constexpr):
+    """Draw the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its last stretch when 2 are.
+
+    In a short tile each of these happens a block after the previous one. Nothing waits for a result before the next.
+    """
+    if left == gl.minimum(6, gl.maximum(num_blocks - 1, 0)):
+        drawn = draw_later(pointers.counter)
+    if left == gl.minimum(4, gl.maximum(num_blocks - 2, 0)):
+        ticket = of_lane(drawn, 0) + gl.num_programs(0)
+        entry = entry_of(ticket, problem, pointers)
+    if left == gl.minimum(2, gl.maximum(num_blocks - 3, 0)):
+        stretch = stretch_of(last_of(entry), pointers)
+    return ticket, drawn, entry, stretch
 
 
 @gluon.jit
-def look_ahead(left, num_blocks, ticket, tile, stretch, problem, pointers, V: gl.constexpr):
-    """Draw the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its stretch when 2 are.
+def entry_of(ticket, problem, pointers):
+    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane."""
+    _batch, _head, rank = place_of(ticket, problem)
+    return load_lanes(pointers.table + rank * 4)
 
-    Each takes about as long as a block, and at the end of a tile the consumers would wait for all three. In a short
-    tile they would wait for its first blocks, so all are read at the end.
-    """
-    step = gl.where(num_blocks >= 16, 2, 0)
-    if left == 3 * step:
-        ticket = draw(pointers.counter) + gl.num_programs(0)
-    if left == 2 * step:
-        tile = two_sided_tile(ticket, problem, pointers, V)
-    if left == step:
-        stretch = stretch_of(gl.maximum(tile[2], 0), pointers)
-    return ticket, tile, stretch
+
+@gluon.jit
+def last_of(entry):
+    """Return the number of a tile's last stretch."""
+    return of_lane(entry, 1) + of_lane(entry, 2) - 1
+
+
+@gluon.jit
+def stretch_of(number, pointers):
+    """Return a row of `Walks.stretches`, a number in each lane; of no stretch any row."""
+    return load_lanes(pointers.stretches + gl.maximum(number, 0) * 4)
+
+
+@gluon.jit
+def load_previous(v_desc, shared, barriers, block, kv, V: gl.constexpr):
+    """Load V of the block before use `kv` of the ring, unless there is none (its batch is -1)."""
+    if block[0] >= 0:
+        load_values(v_desc, shared, barriers, block, kv - 1, V)
 
 
 @gluon.jit
 def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
     """Load the tiles of this program under a two-sided mask, and read what comes next before a tile ends.
+
+    K of a block is asked for before V of the previous one, also of the previous tile's, because its slot is free first.
 
     Returns:
         ticket, count: the ticket after the last tile, and the number of tiles.
@@ -228,36 +262,49 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
     count = 0
     kv = 0
     ticket = gl.program_id(0)
-    next_tile = two_sided_tile(ticket, problem, pointers, V)
-    next_stretch = stretch_of(gl.maximum(next_tile[2], 0), pointers)
+    drawn = ticket
+    entry = entry_of(ticket, problem, pointers)
+    next_stretch = stretch_of(last_of(entry), pointers)
+    none = ticket * 0 - 1
+    previous = (none, none, none)
     while ticket < problem.num_tiles:
-        row, num_blocks, last, num_stretches = next_tile
-        begin, end, masked, shift = next_stretch
+        row, num_blocks = of_lane(entry, 0) * V.tiles.rows, of_lane(entry, 3)
+        num_stretches, last = of_lane(entry, 2), last_of(entry)
         batch, head, _rank = place_of(ticket, problem)
         tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
         publish(ticket, row, num_blocks, count, shared, barriers, V)
         head_kv = head // problem.heads_per_kv
         left = num_blocks
+        stretch = next_stretch
         for i in range(num_stretches):
-            if i > 0:
-                begin, end, masked, shift = stretch_of(last - i, pointers)
+            begin, end = of_lane(stretch, 0), of_lane(stretch, 1)
+            masked, shift = of_lane(stretch, 2), of_lane(stretch, 3)
+            stretch = stretch_of(last - i - 1, pointers)
             for j in range(end - begin):
                 index, phase = slot(kv, V.tiles.num_stages)
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
                 if j == 0:
                     announce_stretch(index, end * BN + shift, end - begin, masked, shared)
-                key = (end - 1 - j) * BN + shift
-                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count,
-                          i + j == 0, V)  # fmt: skip
+                block = (batch, head_kv, (end - 1 - j) * BN + shift)
+                load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V)
+                load_previous(v_desc, shared, barriers, previous, kv, V)
+                if i + j == 0:
+                    load_q(q_desc, shared, barriers, tile, count, V)
+                previous = block
                 kv += 1
                 left -= 1
-                ticket, next_tile, next_stretch = look_ahead(
-                    left, num_blocks, ticket, next_tile, next_stretch, problem, pointers, V
+                ticket, drawn, entry, next_stretch = look_ahead(
+                    left, num_blocks, ticket, drawn, entry, next_stretch, problem, pointers, V
                 )
         if num_blocks == 0:
+            load_previous(v_desc, shared, barriers, previous, kv, V)  # Q waits for the end of the previous tile
+            previous = (none, none, none)
             load_q(q_desc, shared, barriers, tile, count, V)
-            ticket, next_tile, next_stretch = look_ahead(0, 0, ticket, next_tile, next_stretch, problem, pointers, V)
+            ticket, drawn, entry, next_stretch = look_ahead(
+                0, 0, ticket, drawn, entry, next_stretch, problem, pointers, V
+            )
         count += 1
+    load_previous(v_desc, shared, barriers, previous, kv, V)
     return ticket, count
 
 
@@ -280,9 +327,9 @@ def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
         else:
             for i in range(tile.num_blocks):
                 index, phase = slot(kv, STAGES)
-                key = tile.key + (tile.num_blocks - 1 - i) * BN
+                block = (tile.batch, head_kv, tile.key + (tile.num_blocks - 1 - i) * BN)
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
-                load_keys(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, head_kv, key, kv, count, i == 0, V)
+                load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, i == 0, V)
                 kv += 1
         if tile.num_blocks == 0:
             load_q(q_desc, shared, barriers, tile, count, V)

@@ -28,7 +28,8 @@ class ForwardTiles:
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
         turns: with "overlap", a warpgroup issues the products of a step when the other one has issued its own. Where
             softmax and products take equally long, both could else compute exponentials at the same time, step by step.
-        ahead: under a two-sided mask, the producer reads which tile is next before the end of a long one.
+        ahead: under a two-sided mask, the producer reads which tile is next before the end of one, and asks for K of a
+            block before V of the previous one.
         halves: with "sequence", the exponentials of half of the keys run under P V of the other half, and K and V of a
             block arrive together.
         stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
