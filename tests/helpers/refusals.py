@@ -255,7 +255,7 @@ REFUSALS: dict[str, Refusal] = {
     ),
     "bidirectional_right_window": _wrong(
         r"window_size must be \(left, 0\) or \(left, -1\) with bidirectional documents, got \(3, 2\); only",
-        _each(_set(window_size=(3, 2)), _trees([-1, 0], [True, False])),
+        _each(_set(window_size=(3, 2)), _trees([-1, 0], [1, 0])),
     ),
     "ranks_differ_in_parents": _wrong(
         SAME + "cu_seqlens 4 bounds in a table, checksum", lambda c, a: _trees([-1, 0, 0 if c.rank else 1])(c, a)
