@@ -12,9 +12,12 @@ from ringflash.memory import Memory
 
 
 def build_model(
-    config: dict[str, Any], group: dist.ProcessGroup | None, seed: int = 0, memory: Memory | None = None,
+    config: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    seed: int = 0,
+    memory: Memory | None = None,
     dtype: torch.dtype = torch.float32,
-) -> CausalLMWithLoss:  # fmt: skip
+) -> CausalLMWithLoss:
     """Build the model of `CausalLM` on the CPU."""
     torch.set_default_dtype(dtype)
     try:

@@ -450,7 +450,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "step=3.ckpt", age=2, parts=(".metadata",))
     cut = write_checkpoint(tmp_path / "step=4.ckpt", age=1)
     (cut / "meta.pt").write_bytes(b"PK\3\4 and no more")
-    of_deepspeed = write_checkpoint(tmp_path / "step=5.ckpt", age=0, parts=("latest",))
+    of_deepspeed = write_checkpoint(tmp_path / "step=5.ckpt", age=99, parts=("latest",))
     assert newest_checkpoint(tmp_path) == complete
     (of_deepspeed / COMPLETE).touch()
     assert newest_checkpoint(tmp_path) == of_deepspeed

@@ -149,7 +149,7 @@ def test_another_world_size_continues_the_same_order(
 
 @SHARED
 @given(DOCUMENTS, UNITS, st.sampled_from([2, 3, 4]), LAYOUTS)
-def test_rank_reads_its_chunks_and_one_more(documents: list[list[int]], unit: int, cp_size: int, layout: str) -> None:
+def test_rank_reads_one_token_past_its_chunks(documents: list[list[int]], unit: int, cp_size: int, layout: str) -> None:
     """Reads of the files: no rank reads the whole sequence."""
     with token_files(documents) as files:
         read, counted = files.read, []

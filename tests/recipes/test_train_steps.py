@@ -72,7 +72,7 @@ def test_a_trace_without_a_device_is_all_idle() -> None:
 
 @pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize(("name", "tile"), [("qwen3_8b", 8192), ("qwen3_30b_a3b", 0)])
-def test_plans_are_the_commands(name: str, tile: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_equal_the_commands(name: str, tile: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For a GPU that it knows; of others and of other precisions there are none."""
     recipe = ROOT / "recipes" / "lightning" / f"{name}_pretrain.yaml"
     overlay = tmp_path / "few_layers.yaml"

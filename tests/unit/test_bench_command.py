@@ -85,7 +85,7 @@ def test_a_row_that_is_gone_is_named_and_exits_with_1(tmp_path: Path, capsys: py
         ({"a": {"ringflash": float("nan"), "fa": 600}}, "figures of a must be positive"),
     ],
 )
-def test_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Any, message: str) -> None:
+def test_non_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: Any, message: str) -> None:
     (tmp_path / "x").write_text(text) if isinstance(text, str) else write(tmp_path / "x", **text)
     assert main(["bench", str(tmp_path / "x")]) == 2
     assert message in capsys.readouterr().err

@@ -40,6 +40,12 @@ class Stream:
         self.seen[self] += 1  # whatever was issued since the last event
         return Event(dict(self.seen))
 
+    def wait_stream(self, other: Stream) -> None:
+        other.record_event().wait(self)
+
+    def is_after(self, other: Stream) -> bool:
+        return self.seen.get(other, 0) >= other.seen[other]
+
 
 class Event:
     """A point of a stream."""
@@ -56,7 +62,7 @@ class Streams:
     """The current stream, as torch.cuda has it."""
 
     def __init__(self) -> None:
-        self.current = Stream()
+        self.caller = self.current = Stream()
 
     def set(self, stream: Stream) -> None:
         self.current = stream
@@ -202,3 +208,20 @@ class Late:
 def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
     with mock.patch.object(gather_units, "begin_checked_backward", Late):
         assert any("(1, 8, 2, 128)" in fault or "(2, 8, 128)" in fault for fault in faults(streams, 5, "hopper"))
+
+
+@pytest.mark.parametrize("failing", range(20))
+def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
+    """A forward and backward of three sections, in which the work of a lane raises."""
+    issued, beside, areas = [], lanes.Lanes.run_in_lane, areas_of_messages()
+
+    def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:
+        issued.append(lane)
+        work = mock.Mock(side_effect=MemoryError("no memory left")) if len(issued) == failing + 1 else work
+        return beside(self, lane, work, *args, **options)
+
+    with mock.patch.object(lanes.Lanes, "run_in_lane", refused), pytest.raises(MemoryError):
+        passes(areas, 3)
+    assert len(issued) == failing + 1
+    places = [cast(Any, lane) for lane in areas._lanes.values()]
+    assert all(one.is_after(other) for one in (streams.caller, *places) for other in places)

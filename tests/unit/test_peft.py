@@ -79,8 +79,9 @@ def test_refuses_adapters_that_change_more_than_layers(kind: str) -> None:
     with_loss = huggingface.CausalLMWithLoss(model, None)
     adapted = peft.get_peft_model(model, config)
     calls: list[Callable[[], object]] = [
-        lambda: huggingface.set_group(adapted, None), lambda: huggingface.CausalLMWithLoss(adapted, None),
-    ]  # fmt: skip
+        lambda: huggingface.set_group(adapted, None),
+        lambda: huggingface.CausalLMWithLoss(adapted, None),
+    ]
     batch = huggingface.prepare_batch(tokens(), group=None)
     if kind in ("ADALORA", "LORA"):
         outer = peft.get_peft_model(huggingface.CausalLMWithLoss(build("qwen3"), None), replace(config, task_type=None))
