@@ -286,7 +286,7 @@ class HopperBackward:
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
             early = beside = self._is_early(hop)
             if self._is_short(hop, group) and not accumulate and tiles.columns == 256:
-                early = True  # entering and leaving a tile takes as long as half of its steps
+                early = True  # entering and leaving a tile takes as long as 10 steps, of which it has 9 to 17
             aside = self._aside(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             _KEYS(
