@@ -155,6 +155,8 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
         with mock.patch.multiple(backward, **patches, _BESIDE_TOGETHER=1, _L2_BYTES_PER_SECTION=1):
             _backward(recorder, head_dim, "ends window", accumulate=False, parts=True, only_dq=True)
     _backward(recorder, head_dim, "band", accumulate=False)
+    if head_dim == 128:
+        _backward(recorder, head_dim, "band", accumulate=False, short=True)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     if head_dim == 192:
@@ -177,12 +179,14 @@ def _backward(
     hops: int = 1,
     only_dq: bool = False,
     parts: bool = False,
+    short: bool = False,
 ) -> None:
     words = [
         _label(head_dim),
         str(dtype)[6:],
         mask,
         "in parts" if parts else "" if accumulate else "store",
+        "short" if short else "",
         "only dq" if only_dq else "",
         "fp32 out" if out_dtype else "",
         "deterministic" if deterministic else "",
@@ -196,10 +200,11 @@ def _backward(
     run = backward.HopperBackward(out, q, out, lse, softmax_scale=scale, **options)
     out_dtype = torch.float32 if accumulate else out_dtype or dtype
     dk, dv = (torch.empty(x.shape, dtype=out_dtype) for x in (k, v))
-    run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
-    for _ in range(1, hops):
-        recorder.variant = " ".join(word for word in (*words, "second hop") if word)
+    with mock.patch.object(backward, "_SHORT_ROWS", _TOKENS if short else 0):
         run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
+        for _ in range(1, hops):
+            recorder.variant = " ".join(word for word in (*words, "second hop") if word)
+            run.add(k, v, _MASKS[mask], dk, dv, accumulate=accumulate)
     run.finish(options["only_dq"])
 
 

@@ -86,10 +86,10 @@ def test_masks(mask, shape):
 @pytest.mark.parametrize(
     "mask", [_CAUSAL, MASKS["documents"], MASKS["rectangle inside"]], ids=["band", "bounds", "part"]
 )
-@pytest.mark.parametrize("num_heads", [1, 2], ids=["mha", "gqa"])
-def test_stored_gradients(mask, num_heads):
+@pytest.mark.parametrize("shape", [Shape(64, 1), Shape(64, 2), Shape(128, 2, 2, 2)], ids=str)
+def test_stored_gradients(mask, shape):
     """dk and dv in the inputs' dtype overwrite what was there, also for keys that no query sees."""
-    assert_close(*_gradients(mask, Shape(num_heads=num_heads), accumulate=False), num_chunks=_chunks(mask))
+    assert_close(*_gradients(mask, shape, accumulate=False), num_chunks=_chunks(mask))
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
@@ -141,6 +141,31 @@ def test_short_heads_run_few_at_a_time(seqlen, group, deterministic, expected):
     run = module.HopperBackward(q, q, q, lse, softmax_scale=1.0, deterministic=deterministic)
     hop = module.hop_of(Mask.band(seqlen, seqlen, causal=True), torch.device("cpu"))
     assert run.heads_together(hop, 64, group) == expected
+
+
+@pytest.mark.parametrize(
+    "head_dim, seqlen, num_kv_heads, accumulate, drawn",
+    [
+        (128, 2048, 4, False, True),
+        (128, 2049, 4, False, False),
+        (128, 2048, 2, False, False),
+        (128, 2048, 4, True, False),
+        (64, 2048, 4, False, False),
+    ],
+    ids=str,
+)
+def test_short_tiles_are_drawn(head_dim, seqlen, num_kv_heads, accumulate, drawn):
+    """Programs of a launch, of which each takes many tiles if they are drawn."""
+    q, k = (torch.empty(1, seqlen, n, head_dim, dtype=torch.bfloat16) for n in (4, num_kv_heads))
+    module, launches = Emulator().load("backward.host"), []
+    module.preprocess = lambda *_, **__: None
+    module._KEYS = lambda _, num_programs, *args, **constants: launches.append((num_programs, constants["EARLY"]))
+    run = module.HopperBackward(q, q, q, torch.empty(1, 4, seqlen), softmax_scale=1.0)
+    dk, dv = torch.empty(2, *k.shape, dtype=torch.float32 if accumulate else k.dtype)
+    with cuda_properties(3):
+        run.add(k, k, Mask.band(seqlen, seqlen, causal=True), dk, dv, accumulate=accumulate)
+    assert [early for _, early in launches] == [drawn]
+    assert (launches[0][0] == 3) == drawn
 
 
 def test_last_section_of_two_heads():

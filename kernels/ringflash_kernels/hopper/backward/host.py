@@ -191,8 +191,13 @@ class HopperBackward:
         return group if grouped < separate else 1
 
     def _is_early(self, hop: HopRectangle) -> bool:
-        """Return whether CTAs of `backward_keys` draw their tiles: under a window only, since others lost 0 to 3%."""
+        """Return whether CTAs of `backward_keys` draw their tiles because of a window; other tables lost 0 to 3%."""
         return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
+
+    def _is_short(self, hop: HopRectangle, group: int) -> bool:
+        """Return whether tiles are of single short heads, without bounds and in any order."""
+        short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
+        return short and group == 1 and not (self.ordered or hop.has_bounds)
 
     def _section(self, num_heads: int, num_rows: int, group: int = 1) -> int:
         """Return the largest divisor of num_heads for which two operands of num_rows rows fit their share of L2, or 1.
@@ -217,8 +222,7 @@ class HopperBackward:
     def heads_together(self, hop: HopRectangle, num_groups: int, group: int) -> int:
         """Return how many heads, or groups of heads, alternate in the order of `backward_keys`."""
         together = self._section(num_groups, hop.num_rows, group)
-        is_short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
-        if is_short and group == 1 and not (self.ordered or hop.has_bounds):
+        if self._is_short(hop, group):
             together = _largest_divisor(num_groups, min(together, _ROWS_TOGETHER // hop.num_rows))
         return together
 
@@ -280,11 +284,13 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = self._is_early(hop)
-            aside = self._aside(num_groups // heads_together, heads_together * group) if early else None
+            early = beside = self._is_early(hop)
+            if self._is_short(hop, group) and not accumulate and tiles.columns == 256:
+                early = True  # entering and leaving a tile takes as long as 10 steps, of which it has 9 to 17
+            aside = self._aside(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             _KEYS(
-                (*variant, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
+                (*variant, early, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),

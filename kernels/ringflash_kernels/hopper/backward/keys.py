@@ -12,8 +12,9 @@ in fp32, its columns permuted within 32 (see `interleave`; the postprocess kerne
 The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
 (`dq.py`).
 
-If EARLY, a CTA takes several tiles, one after another from a counter, so that all are at about the same rows at a time.
-V of the next tile arrives while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
+If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
+rows at a time; of short heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
+and K while dK and dV leave, from the two buffers of dQ.
 """
 
 from ringflash_kernels.hopper.backward.aside import Aside, end_of_draws, work_aside
