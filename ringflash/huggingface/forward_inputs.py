@@ -120,6 +120,7 @@ class ForwardInputs:
         whole, self.next_model = self.next_model or model, None
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = mark_layers_without_spans(kwargs["attention_mask"])
+        self.note("cross", _find_cross_error(given))
         if self.options.group is not None:
             self._restore_implementation()
             for child in model.children():
@@ -234,6 +235,17 @@ class ForwardInputs:
             f"cu_seqlens must reach the attention, got None there from {given_to}, which drops it; give each document "
             "its own sequence, or use another model."
         )
+
+
+def _find_cross_error(given: dict[str, Any]) -> Exception | None:
+    """Return the error for documents beside the states of an encoder, which their mask would cut as well, or None."""
+    states = [name for name in ("encoder_hidden_states", "cross_attention_states") if given.get(name) is not None]
+    if not states or given.get("cu_seqlens") is None:
+        return None
+    return NotImplementedError(
+        f"cu_seqlens must not be given together with {states[0]}, got both: cross-attention would see the part of the "
+        "encoder's states at a document's positions; give each document its own sequence."
+    )
 
 
 def refuse_media(model: nn.Module, base: nn.Module, inputs: ForwardInputs) -> None:

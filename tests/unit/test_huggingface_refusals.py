@@ -204,6 +204,18 @@ def test_refuses_document_bounds_that_the_model_drops() -> None:
         each(**prepared())
 
 
+def test_refuses_document_bounds_with_encoder_states() -> None:
+    """Cross-attention would be cut by them, too."""
+    model = made(
+        "bert-generation", device="cpu", is_decoder=True, add_cross_attention=True, attention_probs_dropout_prob=0
+    )
+    huggingface.set_group(model, None)
+    states = torch.randn(1, tokens().shape[1], model.config.hidden_size)
+    model(**prepared(), encoder_hidden_states=states)
+    with pytest.raises(NotImplementedError, match="cu_seqlens must not be given together with encoder_hidden_states"):
+        model(**prepared(cu_seqlens=documents()), encoder_hidden_states=states)
+
+
 def test_document_bounds_are_those_of_the_same_forward() -> None:
     """Neither of one that ended in an error before its first layer, nor of one between a forward and its backward."""
     model = build().train()
