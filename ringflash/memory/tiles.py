@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from inspect import signature
 from typing import Any
 
@@ -238,8 +237,9 @@ def _calls_dropout(module: nn.Module) -> bool:
     return any(not isinstance(getattr(module, name, None), nn.Module) for name in _dropouts_named(type(module)))
 
 
-@lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result
 def _dropouts_named(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names in the forwards of a class that are dropouts of torch.nn.functional."""
     codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)
     names = (name for code in codes if code is not None for name in code.co_names)
     return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name))
