@@ -237,7 +237,9 @@ def _calls_dropout(module: nn.Module) -> bool:
     return any(not isinstance(getattr(module, name, None), nn.Module) for name in _dropouts_named(type(module)))
 
 
+@torch.compiler.assume_constant_result
 def _dropouts_named(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names in the forwards of a class that are dropouts of torch.nn.functional."""
     codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)
     names = (name for code in codes if code is not None for name in code.co_names)
     return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name))
