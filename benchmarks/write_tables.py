@@ -378,7 +378,7 @@ def prefixes_table(result: dict) -> str:
     seconds, ways = result["seconds"], ("shared", "unshared")
     rows = [("tokens", *(f"{result['tokens'][way]:,}" for way in ways))]
     rows += [("visible pairs, in 10^9", *(f"{result['pairs'][way] / 1e9:.1f}" for way in ways))]
-    for part in dict.fromkeys(name.split(", ")[0] for name in seconds):
+    for part in dict.fromkeys(name.split(", ")[0] for name in seconds if "beside it" not in name):
         times = (seconds.get(f"{part}, {way}") for way in ways)
         rows.append((f"{part}, ms", *("" if x is None else f"{1e3 * x:.0f}" for x in times)))
     return _page(f"{_measured(result, 'torch')}.", ("", "one prompt", "one each"), rows)
