@@ -20,7 +20,6 @@ from ringflash.comm.transport.message_gather import GlooGather, NcclGather
 from ringflash.comm.transport.point_to_point import PointToPoint
 
 TRANSPORTS = ("gloo", "nccl", "copy_engine")
-_NAMED = PointToPoint, NcclGather
 
 
 class Undecided(Enum):
@@ -157,7 +156,7 @@ def transport_name(transport: Transport | None) -> str | None:
     """Return one of TRANSPORTS; None for a single process."""
     if transport is None:
         return None
-    return transport.name if isinstance(transport, _NAMED) else "copy_engine"
+    return transport.name if isinstance(transport, (PointToPoint, NcclGather)) else "copy_engine"
 
 
 def whole_transport(transport: Transport) -> Transport:
