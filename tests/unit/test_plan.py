@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -33,7 +34,7 @@ from ringflash.comm.call_numbers import NO_NUMBER
 from ringflash.comm.transport import GroupAreas, buffers
 from ringflash.comm.watchdog import Unwatched
 from ringflash.commands.cli import main
-from ringflash.commands.plan.command import visible_fraction
+from ringflash.commands.plan.command import MODEL_KEYS, visible_fraction
 from ringflash.commands.plan.job import GIB, GPUS, Float8, Machine, TrainingJob
 from ringflash.commands.plan.memory import (
     activation_bytes,
@@ -50,6 +51,7 @@ from ringflash.commands.plan.timing import step_time
 from ringflash.commands.plan.trace import TrafficCounter
 from ringflash.huggingface.flops import ChunkedAttention, layer_windows, matmul_sizes
 from ringflash.lightning import float8
+from ringflash.lightning.module import CausalLM
 from ringflash.memory import Memory
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import rounds
@@ -762,8 +764,9 @@ def test_fp8_of_the_recipe_or_the_flag(plan: Plan) -> None:
     assert linear["attention forward"] == plain["attention forward"]
 
 
-def test_plan_takes_the_float8_recipes_of_training() -> None:
+def test_plan_takes_the_keys_of_training() -> None:
     assert get_args(Float8) == float8.RECIPES
+    assert signature(CausalLM).parameters.keys() == MODEL_KEYS
 
 
 @pytest.mark.parametrize(
@@ -802,6 +805,7 @@ def test_command_refuses(plan: Plan, options: list[str], message: str) -> None:
         ({"model": {"memory": {"checkpoints": "full"}}}, "a recipe with model.model and data, got TypeError"),
         ({"model": {"memory": {"liger": "yes"}}}, "liger must be true, false or 'auto', got 'yes'"),
         ({"model": {"fp8_backward": "fp8"}}, "model.fp8_backward must be left out, got 'fp8'; write model.impl: "),
+        ({"model": {"imlp": "hopper_fp8"}}, "got ['imlp']; correct them"),
         ({"trainer": {"strategy": "deepspeed"}}, "strategy must be ContextParallelStrategy for a plan, got deepspeed"),
         (
             {"trainer": {"strategy": {"init_args": {"data_parallel_size": "two", "context_parallel_size": 4}}}},

@@ -38,6 +38,10 @@ _RECIPE_KEYS = {  # keys that are also flags, as in training: key, help
     "trainer.precision": "bf16-mixed has weights in fp32, bf16-true in bf16",
     "trainer.accumulate_grad_batches": "sequences that a ring computes one after the other in a step",
 }
+MODEL_KEYS = {  # arguments of the recipes' CausalLM; those of the second line do not change a plan
+    "model", "pretrained", "memory", "impl", "float8",
+    "learning_rate", "warmup_steps", "decay_steps", "final_rate", "weight_decay", "betas", "seed",
+}  # fmt: skip
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -150,6 +154,11 @@ def _job_and_machine(recipe: dict[str, Any], options: Namespace) -> tuple[Traini
     """
     try:
         model, trainer = recipe["model"], recipe.get("trainer") or {}
+        if unknown := set(model) - MODEL_KEYS:
+            raise ValueError(
+                f"keys of model must be of {sorted(MODEL_KEYS)}, got {sorted(unknown)}; correct them, or plan a "
+                "config.json, if the recipe trains a module of yours."
+            )
         pretrained, data = model.get("pretrained"), recipe.get("data") or {}
         config = merge_config(read_config(Path(pretrained)) if pretrained else {}, model.get("model") or {})
         if not config:
