@@ -21,12 +21,15 @@ ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
-# On the current GPU, as inductor allocates, in half the time of `torch.empty_strided`.
-_empty_on_gpu = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 
-def _empty_on_cpu(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
+def _empty_on(device: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+# On the current GPU, as inductor allocates, in half the time of `torch.empty_strided`, if torch has this function.
+_empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on("cuda"))
+_empty_on_cpu = _empty_on("cpu")
 
 
 class Recorder(TorchDispatchMode):
