@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-_NAMES = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
+_NAMES = (
+    (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"),
+    (torch._C._dynamo.guards, "_empty_strided_cuda"),  # of repeated calls
+)  # fmt: skip
 _LARGEST = 1 << 24  # elements; DeepSpeed allocates gigabytes, of which a test touches a page
 
 

@@ -23,15 +23,6 @@ ALLOCATIONS = {
 }  # fmt: skip
 
 
-def _empty_on(device: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-# On the current GPU, as inductor allocates, in half the time of `torch.empty_strided`, if torch has this function.
-_empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", _empty_on("cuda"))
-_empty_on_cpu = _empty_on("cpu")
-
-
 class Recorder(TorchDispatchMode):
     """Recorder of one call: of torch's operators as a dispatch mode, of the rest as lanes and launchers report it.
 
@@ -176,7 +167,7 @@ class Recorder(TorchDispatchMode):
         """Give a new tensor a slot, and record its allocation."""
         self.slots.add(out, self._entered)
         shape, strides, dtype = tuple(out.shape), out.stride(), out.dtype
-        empty = _empty_on_gpu if out.is_cuda else _empty_on_cpu
+        empty = _allocator(out.device.type)
 
         def allocate(now: Repetition) -> None:
             made = empty(shape, strides, dtype)
@@ -211,3 +202,11 @@ class Recorder(TorchDispatchMode):
             self.give_up("an event of another call")
             return 0
         return self._made[id(event)][1]
+
+
+def _allocator(device: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """Return a function that allocates a tensor by shape, strides and dtype, on the current GPU or the CPU."""
+    inductor = torch._C._dynamo.guards  # allocates in half the time
+    if device == "cuda" and hasattr(inductor, "_empty_strided_cuda"):
+        return inductor._empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
