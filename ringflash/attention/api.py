@@ -269,15 +269,10 @@ def _scale(q: Tensor, given: float | None) -> float:
 
 def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
     """Raise ValueError unless a list of bounds has a tensor for each sequence of the batch."""
-    if (
-        cu_seqlens is not None
-        and isinstance(cu_seqlens, Sequence)
-        and not (
-            all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
-            and cu_seqlens
-            and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)
-        )
-    ):
+    if cu_seqlens is None or not isinstance(cu_seqlens, Sequence):
+        return
+    one_each = all(x.dim() and x.shape[0] == len(cu_seqlens) for x in tensors)
+    if not (cu_seqlens and one_each and all(isinstance(bounds, Tensor) for bounds in cu_seqlens)):
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
             f"{[type(x).__name__ for x in cu_seqlens][:8]} for {[x.shape[0] if x.dim() else 0 for x in tensors]} rows; "
