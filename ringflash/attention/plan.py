@@ -278,7 +278,7 @@ def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
 
 
 def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
-    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are not known yet."""
+    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
     if group is None or algorithm not in HEAD_EXCHANGES:
         return None
     return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)

@@ -110,7 +110,8 @@ def _transposed(
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
     start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
     two_way = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
-    first, end = np.where(two_way, bounds[document], start), np.asarray(mask.tree_ends)[document]  # of its queries
+    # Queries [first, end) see each run of keys.
+    first, end = np.where(two_way, bounds[document], start), np.asarray(mask.tree_ends)[document]
     low, high = np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end)
     middle = np.where(two_way, low, np.clip(np.searchsorted(q[:, 0], stop - 1), low, np.maximum(low, high)))
     q_shift, k_shift = q[:, 2] - q[:, 0], (k[:, 2] - k[:, 0])[chunk]  # from positions to rows

@@ -117,7 +117,7 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, which have other bounds."""
     for module in modules:
         if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
@@ -259,7 +259,7 @@ def attend_in_chunks(
 def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor | None:
     """Return the bounds of all chunks on the CPU, where reading them needs no synchronisation.
 
-    Wrong bounds are returned as they are: the operator rejects them on every rank.
+    Wrong bounds are returned unchanged: the operator rejects them on every rank.
     """
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)

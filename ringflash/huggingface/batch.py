@@ -98,7 +98,7 @@ def prepare_batch(
 def _position_shard(
     position_ids: str | Tensor, input_ids: Tensor, options: ModelRing, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return this rank's positions: (1, seqlen_local), or those of M-RoPE after them, (4, batch, seqlen_local).
+    """Return this rank's positions: (1, seqlen_local), or for M-RoPE its axes after them, (4, batch, seqlen_local).
 
     Args: as `prepare_batch`.
     """

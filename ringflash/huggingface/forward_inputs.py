@@ -68,7 +68,7 @@ class ForwardInputs:
         self._aligned = False  # FSDP2's units, in the first training forward
         self._parameters = EqualParameters()
         self.reached = ReachedLayers()
-        self._compared: EqualParameters | None = None  # those of the current forward, until they are compared
+        self._compared: EqualParameters | None = None  # parameters of the current forward, until they are compared
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -238,7 +238,7 @@ class ForwardInputs:
 
 
 def _find_cross_error(given: dict[str, Any]) -> Exception | None:
-    """Return the error for documents beside the states of an encoder, which their mask would cut as well, or None."""
+    """Return the error for documents with an encoder's states, which the documents' mask would cut, or None."""
     states = [name for name in ("encoder_hidden_states", "cross_attention_states") if given.get(name) is not None]
     if not states or given.get("cu_seqlens") is None:
         return None

@@ -72,7 +72,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 
 def takes_spans(model: nn.Module) -> bool:
-    """Return True if a model's forward takes token types, of which it makes spans that see themselves."""
+    """Return True if a model's forward takes token types and makes spans of them, whose tokens see one another."""
     names = {"token_type_ids", "mm_token_type_ids"}
     return any(
         hasattr(module, "get_decoder") and not names.isdisjoint(signature(type(module).forward).parameters)

@@ -269,7 +269,7 @@ def _check_plain(model: Any, directory: Path) -> None:
 
 
 def _check_map(mapping: CheckpointMap, directory: Path) -> None:
-    """Raise ValueError if the tensors of a checkpoint are not those of the model."""
+    """Raise ValueError if a checkpoint has other tensors than the model."""
     for what, names in (
         ("every tensor of the model", mapping.missing),
         ("only tensors of the model", mapping.unknown),

@@ -63,7 +63,7 @@ class CheckpointWriter:
         """Wait for the previous checkpoint, copy the state, and return while it is written.
 
         Args:
-            state: tensors and values, of which each rank writes its part.
+            state: tensors and values; each rank writes its part of them.
             rest: everything else, which rank 0 writes to meta.pt.
         Raises:
             RuntimeError: the previous checkpoint was not written; on every rank.
@@ -211,7 +211,7 @@ def _remove(before: list[Future[None]], path: Path) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and message; if it was sent to all ranks, those of the first rank that failed."""
+    """Return type and message of an error; if it lists errors of several ranks, of the first rank's error."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         return f"{type(cause).__name__} on rank {rank}: {cause}"

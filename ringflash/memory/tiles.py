@@ -62,7 +62,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:
-    """Return True for experts that are called like those of transformers, and so treat each token separately."""
+    """Return True for experts with the call of transformers' experts, which treats each token separately."""
     stacked = any(x.dim() == 3 for x in module.parameters(recurse=False))
     return stacked and (isinstance(module, _Tiled) or list(signature(type(module).forward).parameters)[1:] in _ROUTED)
 

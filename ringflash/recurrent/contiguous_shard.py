@@ -34,7 +34,7 @@ class ContiguousShard(NamedTuple):
             length: tokens of each rank.
             bounds: as the attribute.
         Raises:
-            ValueError: bounds that are not those of the whole sequence.
+            ValueError: bounds that do not fit the whole sequence.
         """
         group = resolve(group)
         if bounds is not None:

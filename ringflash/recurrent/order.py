@@ -38,7 +38,7 @@ def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds:
 
 
 def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
-    """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into that of the layout."""
+    """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into the layout's order."""
     group = resolve(group)
     if group is None or layout == "contiguous":
         return x

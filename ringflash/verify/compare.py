@@ -180,7 +180,7 @@ def _by_position(name: str, runs: Runs) -> Check:
 
 
 def _by_name(name: str, runs: Runs) -> Check:
-    """Compare scalars or whole tensors, of which each that is missing at cp=N has failed.
+    """Compare scalars or whole tensors; one that is missing at cp=N has failed.
 
     Scalars have the usual relative error of the last layer's output.
     """

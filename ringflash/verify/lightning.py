@@ -104,7 +104,7 @@ class _SessionCallback(lightning.Callback):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the sequence; None if each has all of it."""
+        """The ranks that share the sequence; None if each rank has the whole sequence."""
         return self.strategy.cp_group if self.strategy.cp_size > 1 else None
 
     def data(self) -> Data:

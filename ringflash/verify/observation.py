@@ -87,7 +87,7 @@ def build(
     In fp64 attention is exact, also if the model attends in FP8.
 
     Args:
-        weights: values of the parameters; None keeps those of the factory.
+        weights: values of the parameters; None keeps the factory's values.
     """
     training = factory(group)
     if dtype == torch.float64:

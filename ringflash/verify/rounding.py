@@ -49,7 +49,7 @@ def rounding_hint(checks: Iterable[Check], eps: float) -> str:
 
 
 def round_again(weights: Tensors, seed: int) -> Tensors:
-    """Return weights of which one in twelve, drawn at random, is its neighbour above or below."""
+    """Return weights with one in twelve, drawn at random, replaced by the next number above or below."""
     generator = torch.Generator("cpu").manual_seed(seed)
     rounded = {}
     for name, weight in weights.items():

@@ -205,7 +205,7 @@ class _Trace:
     def _random(self, x: Tensor, before: _Trace) -> Tensor:
         """Return waves of random phases along the features, of a random phase and size for each position.
 
-        Sizes are from 1 to that of `RANDOM_SIZES`, so that the losses of tokens differ more than any rounding.
+        Sizes are from 1 to the draw's entry of `RANDOM_SIZES`, so that the losses of tokens differ more than any rounding.
         """
         if not x.is_floating_point() or x.dim() < 2 or tuple(x.shape[:2]) not in before.lengths:
             return x
