@@ -200,9 +200,9 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_entropy is not None:
                 grad -= log_p.exp() * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             if grad_log_probs is not None:
-                given = grad_log_probs[rows, None]
-                grad -= log_p.exp_() * given
-                grad.scatter_add_(1, target, given)
+                grad_rows = grad_log_probs[rows, None]
+                grad -= log_p.exp_() * grad_rows
+                grad.scatter_add_(1, target, grad_rows)
             grad = (grad * labelled[:, None] * logit_scale).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight.to(hidden.dtype)

@@ -163,13 +163,13 @@ def _pass_padding_mask(
         "bidirectional_mask_function",
     ):
         return attention_mask  # without the graph break of `read_spans`
-    found = read_spans(mask_function, use_vmap, attention_mask)
-    if found is not None and getattr(config, "model_type", "").startswith("molmo2"):
+    spans = read_spans(mask_function, use_vmap, attention_mask)
+    if spans is not None and getattr(config, "model_type", "").startswith("molmo2"):
         raise NotImplementedError(
             "mm_token_type_ids must not be given to Molmo 2 on a ring, whose images all see one another, got some; "
             "leave them out for text, or use another model."
         )
-    return attention_mask if found is None else found
+    return attention_mask if spans is None else spans
 
 
 def _attend(

@@ -44,7 +44,7 @@ def prepare_batch(
             default is the successor of each token within its document.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
             cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
-        position_ids: "global", or "document" to count from 0 in each document, and on from the one that it continues
+        position_ids: "global", or "document" to count from 0 in each document, or on from its parent
             (needs cu_seqlens). Or the three parts of M-RoPE (Qwen-VL), (3, batch, seqlen), from the model's
             `get_rope_index`; the shard then has four, the global positions first.
         block_sequence_ids: (1, seqlen) or (seqlen,), spans of tokens that see one another, such as images and

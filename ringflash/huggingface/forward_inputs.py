@@ -30,9 +30,9 @@ _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values",
 
 
 class ForwardInputs:
-    """Arguments of a model's current forward, noted at its start; the first layer reads them, which empties the notes.
+    """Arguments of a model's current forward, noted at its start and removed when the first layer reads them.
 
-    So a layer that checkpointing runs again in the backward finds none, although another forward may have begun.
+    So a layer that checkpointing runs again in the backward reads none, even if another forward has begun.
 
     Args:
         names: parameters of the model's forward.
@@ -43,10 +43,10 @@ class ForwardInputs:
         counts_positions: a layer counts the positions of its tokens, which may be given to it as `columns`.
         is_wrapped: `wrap_attention` intercepts the model's attention.
         reached: layers that have called ring attention.
-        length: length of the sequence in the current forward, for rotations that depend on it; None is that of the
-            padded sequence.
+        length: length of the sequence in the current forward, for rotations that depend on it; None stands for the
+            length of the padded sequence.
         next_length: `length` of the next forward.
-        next_model: the model around the decoder, whose parameters the next forward compares; None is the decoder's.
+        next_model: the model whose parameters the next forward compares: one around the decoder; None: the decoder.
     """
 
     takes_whole_batches = False

@@ -67,8 +67,8 @@ def name_of_layer(module: nn.Module) -> str:
 def find_decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that reads the sequence, without towers for images or sound."""
     get_decoder: Any = getattr(model, "get_decoder", None)
-    found = None if get_decoder is None else get_decoder()
-    return found if found is not None and attention_modules(found) else model
+    decoder = None if get_decoder is None else get_decoder()
+    return decoder if decoder is not None and attention_modules(decoder) else model
 
 
 def takes_spans(model: nn.Module) -> bool:

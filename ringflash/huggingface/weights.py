@@ -246,13 +246,13 @@ def _headers(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...
     for path in checkpoint_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                of_file = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise _damaged(directory, error) from error
-        if twice := sorted(found.keys() & files.keys()):
+        if twice := sorted(of_file.keys() & files.keys()):
             raise _difference(directory, "each tensor once", twice)
-        shapes |= found
-        files |= dict.fromkeys(found, path)
+        shapes |= of_file
+        files |= dict.fromkeys(of_file, path)
     return files, shapes
 
 

@@ -91,8 +91,8 @@ class CheckpointWriter:
         if not self._jobs:
             return
         mine = self._wait()
-        found = gather_values(self._group, mine)
-        failed = {rank: text for rank, text in enumerate(found) if text}
+        problems = gather_values(self._group, mine)
+        failed = {rank: text for rank, text in enumerate(problems) if text}
         if failed:
             raise RuntimeError(
                 f"a checkpoint was not written: {next(iter(failed.values()))} (seen on ranks {list(failed)}); free "
@@ -143,13 +143,13 @@ def check_same_state(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) 
     state["callbacks"] = {name: value for name, value in state.get("callbacks", {}).items() if name not in ignored}
     mine = dict(_described(state, ""))
     summary = hashlib.sha256(repr(mine).encode()).hexdigest()
-    found, world = [mine], cast(dist.ProcessGroup, dist.group.WORLD)
+    of_ranks, world = [mine], cast(dist.ProcessGroup, dist.group.WORLD)
     if len({*agreement.gather(world, summary)}) > 1:
-        found = gather_values(world, mine)
-    first, *others = found
+        of_ranks = gather_values(world, mine)
+    first, *others = of_ranks
     for name, rank in [(name, 0) for name in first] + [(name, r) for r, x in enumerate(others, 1) for name in x]:
-        if found[rank][name] == _SHARDED or found[rank][name] != first.get(name):
-            got = "a sharded tensor" if found[rank][name] == _SHARDED else "another value"
+        if of_ranks[rank][name] == _SHARDED or of_ranks[rank][name] != first.get(name):
+            got = "a sharded tensor" if of_ranks[rank][name] == _SHARDED else "another value"
             raise ValueError(
                 f"{name} must be the same on all ranks to be saved, because every rank continues from the first one's, "
                 f"got {got} on rank {rank}; in state_dict gather shards (full_tensor), in load_state_dict take this "

@@ -207,9 +207,9 @@ class _Tiles(torch.autograd.Function):
                 parts.append(grads[: len(asked)])
                 for total, part in zip(sums, grads[len(asked) :], strict=True):
                     total += part
-        found = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
-        found += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
-        whole = iter(found)
+        joined = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
+        joined += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        whole = iter(joined)
         return None, None, None, None, *(next(whole) if need else None for need in needed)
 
 

@@ -129,7 +129,7 @@ def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("", 0))
         return {
-            "ranks": [rank for held in of_hosts.values() for rank in held[:lanes]], "lanes": lanes,
+            "ranks": [rank for of_host in of_hosts.values() for rank in of_host[:lanes]], "lanes": lanes,
             "hosts": list(of_hosts), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1],
         }  # fmt: skip
 
