@@ -224,7 +224,7 @@ def _check_once_differentiated() -> None:
 
 
 def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
+    """Return the rows that have labels, and labels as an index of columns; a label out of range raises an error."""
     labelled = labels != IGNORE_INDEX
     return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 

@@ -32,7 +32,7 @@ class ContiguousShard(NamedTuple):
 
         Args:
             length: tokens of each rank.
-            bounds: as the attribute.
+            bounds: as in the class.
         Raises:
             ValueError: bounds that do not fit the whole sequence.
         """

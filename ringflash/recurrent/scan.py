@@ -138,7 +138,7 @@ def mamba2_scan(
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Raise NotImplementedError for options that would be those of a shard, or of an output without earlier ranks."""
+    """Raise NotImplementedError for options of a shard only, or that act on outputs before earlier ranks are added."""
     if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
         raise NotImplementedError(
             f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "

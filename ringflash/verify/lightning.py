@@ -1,6 +1,6 @@
 """Verification of a LightningModule: Lightning's Trainer takes the step, with `ContextParallelStrategy`.
 
-cp=1 uses the same number of ranks; each of them trains on the whole sequence, the same on all ranks.
+cp=1 uses the same number of ranks, which all train on the same whole sequence.
 """
 
 from __future__ import annotations
