@@ -44,7 +44,7 @@ def cross_entropy(
         group: ranks that share the sequence; None for one process.
         num_tokens: labelled tokens of the whole sequence, the same on all ranks of the group: an int, or a tensor of
             one integer. Default: counted from the labels.
-        chunk_tokens: tokens whose logits are in memory together; by default those of 512 MiB in fp32.
+        chunk_tokens: tokens whose logits are in memory together; by default as many as have 512 MiB of logits in fp32.
         logit_scale: factor of models that scale their logits (Granite, Cohere).
     Returns:
         loss: scalar, fp32 (fp64 for fp64). A shard without labels contributes 0, with zero gradients.
@@ -200,9 +200,9 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_entropy is not None:
                 grad -= log_p.exp() * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
             if grad_log_probs is not None:
-                given = grad_log_probs[rows, None]
-                grad -= log_p.exp_() * given
-                grad.scatter_add_(1, target, given)
+                grad_rows = grad_log_probs[rows, None]
+                grad -= log_p.exp_() * grad_rows
+                grad.scatter_add_(1, target, grad_rows)
             grad = (grad * labelled[:, None] * logit_scale).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight.to(hidden.dtype)
@@ -213,7 +213,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _check_once_differentiated() -> None:
-    """Raise NotImplementedError in a backward that keeps a graph, in which its gradients would be constants.
+    """Raise NotImplementedError in a backward that keeps a graph, since the graph would have constant gradients.
 
     torch's `once_differentiable` does so only if the gradients of the outputs require grad.
     """
@@ -224,7 +224,7 @@ def _check_once_differentiated() -> None:
 
 
 def _targets(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows that have labels, and labels as an index of columns; others out of range raise an error."""
+    """Return the rows that have labels, and labels as an index of columns; a label out of range raises an error."""
     labelled = labels != IGNORE_INDEX
     return labelled, labels.masked_fill(~labelled, 0).unsqueeze(1)
 
@@ -244,7 +244,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _scale(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return grad * factor, rounded once. A 2-D factor keeps its dtype, a 0-D one would be cast to that of grad."""
+    """Return grad * factor, rounded once. A 2-D factor keeps its dtype; torch would cast a 0-D one to grad's."""
     return torch.mul(grad, factor.view(1, 1), out=torch.empty_like(grad, dtype=dtype))
 
 

@@ -73,8 +73,8 @@ def _ring_within(forward: Any) -> RingForward | None:
 class RingForward:
     """Forward of one model: cut the batch, run this rank's shard, and return the loss of the whole batch.
 
-    The loss is that of one process on every rank. Each rank's gradient is cp_size times its share, which a backend
-    that averages over all ranks turns into that of one process.
+    Every rank returns the loss of one process. Each rank's gradient is cp_size times its share. A backend that averages
+    gradients over all ranks turns them into the gradient of one process.
 
     Attributes:
         min_shared: least tokens of a common beginning that is computed once for TRL's trainers; 0 for none.

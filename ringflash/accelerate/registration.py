@@ -199,7 +199,7 @@ def _put_on_ring(model: Any) -> None:
 def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Give the ranks of a ring the same batches, under DDP, FSDP and DeepSpeed alike.
 
-    Trainer seeds the workers of a loader by the process; those of a ring must draw alike.
+    Trainer seeds the workers of a loader by the process, but workers on the ranks of a ring must draw alike.
     """
     from accelerate.state import AcceleratorState
 
@@ -259,7 +259,7 @@ def gather_for_metrics(
 
 
 def _gather_rings(accelerator: Any, gather: Callable[[Any], Any], mine: Any) -> Any:
-    """Return the tensors of one rank of each ring, by a function that gathers those of all ranks."""
+    """Return the tensors of one rank of each ring, gathered by a function that gathers from all ranks."""
     from accelerate.utils import recursively_apply
 
     shape, size = (accelerator.num_processes, -1), ring_size(accelerator.parallelism_config)
@@ -299,7 +299,7 @@ def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) 
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:
-    """Return the number of ranks with one batch and its whole loss: tensor-parallel ones, or those of a ring."""
+    """Return the number of ranks with one batch and its whole loss: tensor-parallel ranks, or the ranks of a ring."""
     size = ring_size(self.accelerator.parallelism_config)
     return original(self) if size == 1 else size
 
@@ -336,12 +336,12 @@ def _get_num_items_in_batch(original: Callable[..., Any], self: Any, *args: Any)
 
 
 def floating_point_ops(original: Callable[..., Any], self: Any, inputs: Any) -> Any:
-    """Return this rank's share of the operations of a batch: Trainer adds up those of all ranks."""
+    """Return this rank's share of the operations of a batch: Trainer sums over all ranks."""
     return original(self, inputs) / ring_size(self.accelerator.parallelism_config)
 
 
 def _track_num_input_tokens(original: Callable[..., Any], self: Any, inputs: Any) -> None:
-    """Count the tokens of a ring's batch once: Trainer adds up those of all ranks."""
+    """Count the tokens of a ring's batch once: Trainer sums over all ranks."""
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     counted = self.state.num_input_tokens_seen - before

@@ -205,12 +205,12 @@ def _document_starts(is_token: Tensor, begins: Tensor, position_ids: Tensor | No
 
 def _compare(bounds: Tensor, starts: Tensor, positioned: bool) -> Tensor:
     """Return the starts of the documents that `bounds` describes, which positions must not contradict."""
-    given = torch.zeros_like(starts)
+    described = torch.zeros_like(starts)
     if len(starts) == 1 and bounds.dim() == 1 and int(bounds[-1]) == starts.shape[1]:
-        given[0, bounds[:-1].long()] = True
-    if not bool(given[:, 0].all()) or (positioned and not torch.equal(given, starts)):
+        described[0, bounds[:-1].long()] = True
+    if not bool(described[:, 0].all()) or (positioned and not torch.equal(described, starts)):
         raise ValueError(
             f"cu_seq_lens_q must be the bounds of the documents of one row of {starts.shape[1]} tokens, got "
             f"{bounds.tolist()[:8]} for {len(starts)} rows; leave them out if position_ids are given."
         )
-    return given
+    return described

@@ -89,10 +89,10 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
         ValueError: groups of num_generations that batches of a ring divide.
         NotImplementedError: rewards scaled by their deviation over all groups; a quantile of the entropies of all.
     """
-    held = args.per_device_train_batch_size * args.steps_per_generation
+    per_rank = args.per_device_train_batch_size * args.steps_per_generation
     in_eval = args.num_generations_eval or args.num_generations
     for name, got, group in (
-        ("per_device_train_batch_size * steps_per_generation", held, args.num_generations),
+        ("per_device_train_batch_size * steps_per_generation", per_rank, args.num_generations),
         ("per_device_eval_batch_size", args.per_device_eval_batch_size if args.do_eval else 0, in_eval),
     ):
         if got % group:
@@ -114,7 +114,7 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
             f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile of "
             "entropies of all ranks, which has each token once for every rank of a ring; leave it out."
         )
-    args.generation_batch_size = held * (args.world_size // cp_size)
+    args.generation_batch_size = per_rank * (args.world_size // cp_size)
 
 
 def score_batch(
@@ -155,15 +155,15 @@ def score_batch(
     autocast = torch.is_autocast_enabled(hidden.device.type) and not head.cast_lm_head_to_fp32
     with torch.autocast(hidden.device.type, enabled=autocast):
         log_probs, entropy = token_loss.token_log_probs(hidden, weight, mine, logit_scale=scale)
-        found = {"log_probs": whole(log_probs)}
+        scores = {"log_probs": whole(log_probs)}
         if "entropy" in head.outputs:
-            found["entropy"] = whole(entropy)
+            scores["entropy"] = whole(entropy)
         if "is_top1" in head.outputs:
-            found["is_top1"] = whole(token_loss.score_tokens(hidden, weight, mine, logit_scale=scale)[1].long()).bool()
+            scores["is_top1"] = whole(token_loss.score_tokens(hidden, weight, mine, logit_scale=scale)[1].long()).bool()
         if "mean_logits" in head.outputs:
             with torch.no_grad():
                 means = (hidden @ weight.mean(0)).to(log_probs.dtype) * scale
-                found["mean_logits"] = whole(means.masked_fill(mine == IGNORE_INDEX, 0.0))
+                scores["mean_logits"] = whole(means.masked_fill(mine == IGNORE_INDEX, 0.0))
     mask = labels != IGNORE_INDEX
-    loss = -found["log_probs"].sum() / mask.sum().clamp(min=1)
-    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **found)
+    loss = -scores["log_probs"].sum() / mask.sum().clamp(min=1)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores)

@@ -143,7 +143,7 @@ class HeadGather(GatherCall):
 def run_units(
     kernels: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
 ) -> None:
-    """Compute all units, those of two sections in two concurrent lanes, each as soon as its K/V have arrived.
+    """Compute all units, each as soon as its K/V have arrived; two sections run concurrently, in two lanes.
 
     For each unit, in this order: the kernel, the pull of the next unit, and in a backward the return of its gradients,
     which comes after that pull because messages keep their order.
@@ -170,9 +170,9 @@ def run_units(
 class UnitPipeline:
     """Work of one pass in its lanes, and the markers that order it.
 
-    Lanes "even" and "odd" have the kernels of every second section, "pull" the K/V, and in a backward "begin" and
-    "end" the small kernels before and after those of a unit. These are urgent; they would otherwise queue behind all
-    tiles of the next unit.
+    Lanes "even" and "odd" run the kernels of alternate sections, and lane "pull" brings the K/V. In a backward, lanes
+    "begin" and "end" run the small kernels before and after the kernel of a unit. All lanes but "even" and "odd" are
+    urgent: otherwise their work would queue behind all tiles of the next unit.
 
     Attributes:
         start: the point at which the call began.
@@ -180,9 +180,9 @@ class UnitPipeline:
         computed: ends of the kernels, by unit.
         last_in_lane: end of the last kernel of each lane.
         returns: ends of the returns of gradients, by transfer.
-        section_ends: ends of the sections of a backward, by section: dQ cast and gradients returned, but for the last
-            two sections, whose dQ is cast in their own lanes since no other section waits for them.
-        dq_casts: ends of these casts.
+        section_ends: ends of the sections of a backward, by section: dQ is cast and gradients are returned. The dQ of
+            the last two sections is cast in their own lanes, since no other section waits for it.
+        dq_casts: ends of the casts of the last two sections.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class UnitPipeline:
         self.returns: list[Marker] = []
         self.section_ends: dict[int, Marker] = {}
         self.dq_casts: list[Marker] = []
-        self.has_barriers = transport_name(self.areas) == "copy_engine"  # messages order the ranks without any
+        self.has_barriers = transport_name(self.areas) == "copy_engine"  # messages order the ranks without barriers
         if self.has_barriers:
             self.reach(arrived, "for all ranks to begin")
         else:
@@ -209,7 +209,7 @@ class UnitPipeline:
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
         """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.
 
-        A section begins when the section before the previous one has ended, since its `begin` frees that one's dQ.
+        A section begins when the section before the previous one has ended, since `begin` frees the dQ of the latter.
         """
         kernels, queries = self.kernels, self.kernels.call.queries_arrived
         needed = [self.start if unit.transfer is None else self.arrived, *queries]

@@ -1,6 +1,6 @@
 """Kernels of a call that gathers K/V by heads, by unit: a section of heads over a block of keys.
 
-`gather_by_heads` says in which order, in which lane and after what they are launched.
+`gather_by_heads` decides their order and lanes, and what each launch waits for.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ringflash_kernels.api import BackwardPass, begin_checked_backward, kernels_
 
 @dataclass
 class GatherCall:
-    """One attention call that gathers K/V by heads, without its tensors. Not frozen, which takes a call 1 µs.
+    """One attention call that gathers K/V by heads, without its tensors. Not frozen, since that costs 1 µs per call.
 
     Args:
         blocks: keys that this rank needs, a block at a time.
-        areas: those of the group.
+        areas: memory areas of the group.
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
         rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
-        queries_arrived: markers that readers of q must wait for, and in a backward those of dout and out.
+        queries_arrived: markers that readers of q, and in a backward readers of dout and out, must wait for.
     """
 
     blocks: tuple[KeyBlock, ...]
@@ -57,7 +57,7 @@ class UnitKernels:
         gathered: K/V of the pass.
         q: (batch, seqlen_local, num_heads, head_dim).
     Attributes:
-        seen: indices of the blocks that hold a key which this rank sees; only their units have a kernel.
+        seen: indices of the blocks with keys that this rank sees; only units of these blocks have a kernel.
     """
 
     pass_name = ""
@@ -82,7 +82,7 @@ class UnitKernels:
                 self._launch(index, unit)
 
     def prepare(self, unit: Unit) -> None:
-        """Launch on the current lane what the kernel of a unit needs and what needs no K/V."""
+        """Launch on the current lane the work for the kernel of a unit that needs no K/V."""
 
     def _launch(self, index: int, unit: Unit) -> None:
         raise NotImplementedError
@@ -172,7 +172,7 @@ class BackwardUnits(UnitKernels):
     def begin(self, section: int) -> None:
         """Compute the row sums of dO and O, make zeros for dQ, and with FP8 round the queries and dO.
 
-        All that a section keeps is allocated here, on the lane that waits for its end before the memory is freed.
+        All memory of a section is allocated here, on the lane that waits for the section's end before freeing it.
         """
         call, parity = self.call, section % 2
         self.passes.pop(parity, None)  # the section before the previous one, which has ended: free its fp32 dQ first
@@ -193,10 +193,10 @@ class BackwardUnits(UnitKernels):
         self.passes[section % 2].finish(self.dq[section])
 
     def return_gradients(self, index: int) -> None:
-        """Return dK and dV of a unit to their owners; receive and add up those of this rank's keys."""
+        """Return dK and dV of a unit to their owners; add up the gradients that arrive for this rank's keys."""
         self.gradient_return.collect(index, self.dk, self.dv, self.call.impl)
 
     def finish(self, index: int) -> None:
-        """Cast the dQ of the section of a unit, its last one, and return dK and dV of the unit."""
+        """Return dK and dV of the last unit of a section, and cast the dQ of the section."""
         self.finish_queries(self.sizes.units[index].section)
         self.return_gradients(index)

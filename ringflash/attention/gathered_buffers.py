@@ -41,7 +41,7 @@ class PassSizes:
     Args:
         blocks: keys that this rank needs.
         heads: KV heads of each section.
-        shape: of a rank's k and v.
+        shape: shape of a rank's k and v.
         heads_per_kv_head: query heads that share a KV head.
         kv_format: format in which K and V travel.
     """
@@ -69,7 +69,7 @@ class PassSizes:
 
     @property
     def of_gather(self) -> GatherSizes:
-        """Sizes by which the heads were divided."""
+        """Sizes from which the sections were chosen."""
         num_heads = self.shape.heads * self.heads_per_kv_head
         return GatherSizes.of(self.blocks, self.shape, num_heads, self.kv_format.dtype)
 
@@ -98,7 +98,7 @@ class PassSizes:
         return f"section {unit.section}" + (f", block {unit.block}" if len(self.blocks) > 1 else "")
 
     def by_section(self, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-        """Return views of x, which has all query heads along `dim`: for each section those that share its K/V."""
+        """Return, for each section, the view of x with its query heads; x has all query heads along `dim`."""
         return x.split_with_sizes([count * self.heads_per_kv_head for count in self.heads], dim)
 
 
@@ -119,7 +119,7 @@ class GatheredKV:
 
     Args:
         sizes: units of the pass.
-        areas: those of the group.
+        areas: memory areas of the group.
         own: (elements,), K/V in this rank's area, dtype of the format.
         words: numbers of this call on this rank and on the owners.
         keys_values: by unit: K and V, each (batch, keys of the block, heads of the section, head_dim), or the records.
@@ -152,7 +152,7 @@ class GatheredKV:
         """Reserve the memory of a pass, and list its transfers.
 
         Args:
-            areas: those of the group; every rank makes the same calls with tensors of the same shapes.
+            areas: memory areas of the group; every rank makes the same calls with tensors of the same shapes.
             blocks, heads: as `PassSizes`.
             k: (batch, seqlen_local, num_kv_heads, head_dim); only its shape, dtype and device are used.
             num_heads: heads of q.
@@ -203,7 +203,7 @@ class GatheredKV:
         meanwhile.
 
         Returns:
-            end of this work, after which the others may be pulled, and arrival of the first unit.
+            end of this work, after which the other units may be pulled, and arrival of the first unit.
         """
         self.areas.run(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
@@ -276,7 +276,7 @@ def split_heads(
 
 
 def _map_areas(areas: GroupAreas, sizes: PassSizes) -> dict[int, OwnerArea]:
-    """Reserve the area, and return the views of those of all owners, by rank."""
+    """Reserve the area, and return views of the areas of all owners, by rank."""
     kv_format, leading = sizes.kv_format, (sizes.shape.batch, sizes.area_lines)
     dtype, size = kv_format.dtype, math.prod(leading) * sizes.shape.heads * kv_format.line_elements
     num_bytes = HEADER_BYTES + size * dtype.itemsize

@@ -27,12 +27,12 @@ class GradientReturn:
 
     Args:
         sizes: units of the backward.
-        areas: those of the group.
+        areas: memory areas of the group.
         num_buffers: buffers of gradients that kernels write and owners read, used in rotation.
-        batches: transfers whose gradients return together, by the last one of them.
+        batches: transfers whose gradients return together, by the last transfer of each batch.
         kernel_grads: by unit: dK and dV, each (batch, keys of the block, heads of the section, head_dim), fp32.
-        sums: by transfer: the gradients to which those that arrived are added, (batch, rows, heads, line), and those
-            that arrived, (received rows, heads, line); both fp32.
+        sums: by transfer: this rank's own gradients, (batch, rows, heads, line), and the received gradients, which are
+            added to them, (received rows, heads, line); both fp32.
         transfers: by transfer: function that brings the gradients of this rank's keys, to be run in a lane.
         sources: by block: (4, rows), int32, rows at which `collect` finds the gradients of each of this rank's rows.
         max_readers: by block: largest number of other ranks that read one segment of this rank.
@@ -114,7 +114,7 @@ class GradientReturn:
     def collect(self, index: int, dk: Sequence[Tensor], dv: Sequence[Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
-        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for as long.
+        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for longer.
 
         Args:
             dk, dv: the heads of each section.
@@ -208,9 +208,9 @@ def _sources(block: KeyBlock, rank: int, arriving: list[int], rows: int) -> Tens
     sources = torch.empty(4, rows, dtype=torch.int32)
     firsts = accumulate(arriving, initial=0)
     for segment, readers, first in zip(block.own_segments, block.readers, firsts, strict=False):
-        own = sources[:, segment.row : segment.row + segment.size]
+        of_segment = sources[:, segment.row : segment.row + segment.size]
         offsets = torch.arange(segment.size)
-        own[0] = dict(readers).get(rank, segment.row) + offsets
-        own[1] = first + offsets
-        own[2:] = torch.tensor([[segment.size], [sum(reader.rank != rank for reader in readers)]])
+        of_segment[0] = dict(readers).get(rank, segment.row) + offsets
+        of_segment[1] = first + offsets
+        of_segment[2:] = torch.tensor([[segment.size], [sum(reader.rank != rank for reader in readers)]])
     return sources

@@ -53,8 +53,8 @@ class HeadExchange:
     """All-to-alls of heads in one pass of a call: of its inputs to the host, and of its results to the ranks.
 
     Args:
-        areas: those of the ranks of the host.
-        members: these ranks in the group.
+        areas: memory areas of the ranks of the host.
+        members: ranks of the host, as ranks in the group.
         channel: transport under which the watchdog counts this call.
         layout: layout of the rows.
         pass_name: "forward" or "backward".
@@ -130,8 +130,8 @@ class AllToAll:
     are in descending order of ranks.
 
     Args:
-        areas: those of the ranks of the host.
-        size: number of these ranks.
+        areas: memory areas of the ranks of the host.
+        size: number of ranks of the host.
         area: "heads" or "rows".
         num_chunks: chunks of a rank.
         shares: share of each tensor.

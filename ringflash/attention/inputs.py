@@ -16,7 +16,7 @@ from ringflash_kernels.api import check_inputs
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Cast x to the dtype that autocast gives torch's own attention. fp64 stays, as does x without autocast."""
+    """Cast x to the dtype that autocast gives torch's own attention. fp64 is kept, and so is x without autocast."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
@@ -106,7 +106,7 @@ class BackwardInputs(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """Shape of a rank's k and v, by which buffers are planned: with the mean head_dim of both if v is narrower."""
+    """Shape of a rank's k and v, from which buffers are planned; with the mean head_dim of both if v is narrower."""
 
     batch: int
     rows: int
@@ -143,7 +143,7 @@ class CallShape(NamedTuple):
         """Return the sizes after an all-to-all of heads between the GPUs of a host.
 
         Args:
-            num_kv_heads: KV heads of all GPUs of the host together; one that GPUs share counts for each.
+            num_kv_heads: sum of the KV heads of the GPUs of the host; a head that several GPUs have counts for each.
         """
         kv = self.kv._replace(rows=self.kv.rows * num_gpus, heads=num_kv_heads // num_gpus)
         return self._replace(num_heads=self.num_heads // num_gpus, kv=kv)
@@ -206,7 +206,7 @@ def documents_of(cu_seqlens: Tensor, q: Tensor) -> Documents:
     """Read cu_seqlens as integers, after checking its form.
 
     Raises:
-        ValueError: neither 1-D int32 nor a table of `document_table`, or a batch.
+        ValueError: cu_seqlens is neither 1-D int32 nor a table of `document_table`, or batch is not 1.
     """
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(

@@ -22,10 +22,10 @@ class KVFormat:
 
     Args:
         rounded: lines are records.
-        for_backward: records are those of a backward, which hold V in another order.
+        for_backward: records are for a backward, which needs V in another order.
         keys_per_line: 1 or 128.
         line_shape: (head_dim of k + head_dim of v,), or (bytes of a record,).
-        dtype: dtype of a line: that of k, or uint8.
+        dtype: dtype of a line: the dtype of k, or uint8 for records.
         head_dims: head_dim of k and of v.
     """
 

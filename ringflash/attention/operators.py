@@ -56,7 +56,7 @@ def _forward(
 
     Args:
         grad_flags: bit 0, 1, 2: q, k, v requires grad.
-        v_head_dim: head_dim of the caller's v, which may have been padded to that of k.
+        v_head_dim: head_dim of the caller's v, before any padding to the head_dim of k.
     """
     options = CallOptions(
         _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
@@ -169,7 +169,7 @@ def _(dout, dlse, q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    """Save what the backward needs; row_max and record have no gradients, nor has lse unless it was returned."""
+    """Save what the backward needs. row_max and record have no gradients; lse has one only if it was returned."""
     q, k, v, _, *options, _, return_lse, _ = inputs
     out, lse, row_max, record = output
     ctx.save_for_backward(q, k, v, out, lse, row_max, record)
@@ -195,7 +195,7 @@ ring_attention.register_autograd(_backward, setup_context=_setup_context)
 class _Attention(torch.autograd.Function):
     """The operator and its gradient, as `register_autograd` joins them.
 
-    Options are one argument: torch looks at each, which takes it 1 µs.
+    The options are one argument, since torch takes 1 µs to look at each.
     """
 
     @staticmethod
@@ -211,7 +211,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Call the operator; eagerly through `_Attention`, since torch takes 200 µs from an operator to its gradient."""
+    """Call the operator. Eager calls use `_Attention`: torch takes 200 µs to get from an operator to its gradient."""
     if torch.compiler.is_compiling():
         out, lse, *_ = ring_attention(q, k, v, *others)
     elif torch.is_grad_enabled():
@@ -247,7 +247,7 @@ def _is_unobserved(*tensors: Tensor) -> bool:
 
 
 def _has_declared_types(cu_seqlens: object, *options: object) -> bool:
-    """True if the operator would neither convert an option, such as numpy's integers, nor refuse it."""
+    """True if the operator would take every option unchanged: it converts numpy's integers, and refuses others."""
     return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and [*map(type, options)] == _KINDS[: len(options)]
 
 
@@ -257,7 +257,7 @@ _KINDS = [kind for name, kind in get_type_hints(_forward).items() if name not in
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:
-    """Raise RuntimeError if a group has been destroyed: the operator would find the one that has its name now."""
+    """Raise RuntimeError if a group has been destroyed: the operator might find a newer group with its name."""
     if group is None:
         return
     try:

@@ -55,8 +55,8 @@ class CallPlan:
 
     Args:
         algorithm: UNDECIDED before the first call of a group on GPUs.
-        transport: means by which K/V travel between the ranks that share the sequence, between hosts for BY_HOST; None
-            if nothing is sent, UNDECIDED as the algorithm. With ULYSSES on GPUs it stays so: `open_exchange_areas`
+        transport: means by which K/V travel between the ranks that share the sequence; for BY_HOST, between hosts. None
+            if nothing is sent. UNDECIDED if the algorithm is UNDECIDED, or ULYSSES on GPUs: `open_exchange_areas` then
             takes the copy engine if it can.
         members: ranks of the group that the sequence is divided among; empty: all.
     """
@@ -157,7 +157,7 @@ class CallPlan:
         group = self.options.group
         assert group is not None and isinstance(self.algorithm, Algorithm)
         split = split_of(self.algorithm, group) or find_split(group)
-        check_heads(shape.num_heads, split.num_gpus, self.algorithm)  # `plan_call` cannot if it does not know the hosts
+        check_heads(shape.num_heads, split.num_gpus, self.algorithm)  # `plan_call` cannot check them without the hosts
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
             return rail._open_ring(rail._open_channel(), shape, call)
@@ -278,7 +278,7 @@ def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
 
 
 def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
-    """Return the hosts within which an algorithm exchanges heads; None if it does not, or they are not known yet."""
+    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
     if group is None or algorithm not in HEAD_EXCHANGES:
         return None
     return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)

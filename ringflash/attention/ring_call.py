@@ -98,7 +98,7 @@ class RingCall:
         inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device.type)
         if inference or autocast:
             self._modes = ExitStack()
-        if self._modes is not None and inference:  # its tensors are read-only elsewhere, and buffers outlive the call
+        if self._modes is not None and inference:  # its tensors are read-only afterwards, but buffers are reused
             self._modes.enter_context(torch.inference_mode(False))
             self._modes.enter_context(torch.no_grad())
         if self._modes is not None and autocast:

@@ -1,7 +1,7 @@
 """Keys that each rank gathers, computed on the host, and the same on every rank.
 
-At distance t round the ring rank r needs the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size those of
-rank r. Four ranks, zigzag, causal; every distance after the first is half a square for everyone:
+At distance t round the ring, rank r needs the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size needs the
+K/V of rank r. Four ranks, zigzag, causal; every distance after the first is half a square for every rank:
 
     distance 0      distance 1           distance 2           distance 3
     r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
@@ -135,7 +135,7 @@ def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: st
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Args:
-        multiple: chunks begin, end and are cut only at multiples of it, which keeps so many keys together.
+        multiple: chunks begin, end and are cut only at multiples of it, so that this many keys stay together.
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
@@ -150,7 +150,7 @@ def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: st
 def plan_blocks(
     mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...], multiple: int = 1
 ) -> tuple[KeyBlock, ...]:
-    """Cut the keys that one rank gathers into blocks: its own first, then those of ever more distant owners.
+    """Cut the keys that one rank gathers into blocks: first its own keys, then keys of increasingly distant owners.
 
     A block covers the same ring distances on every rank, so all ranks send and receive at the same time.
 
@@ -194,7 +194,7 @@ def _key_block(
     """Return one block of keys of one rank.
 
     Args:
-        seen: by rank, ascending: keys of the block that the rank sees. Has this rank, and the readers of its keys.
+        seen: by rank, ascending: keys of the block that the rank sees, for this rank and the readers of its keys.
         whole: the call has no other block.
     """
     gathered, positions, mine = [], [], seen[cp_rank]

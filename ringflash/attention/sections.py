@@ -125,7 +125,7 @@ def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided
 
 
 def _block_sizes(total: int, smallest: int, largest: int) -> tuple[int, ...]:
-    """Divide a total into sizes that first grow from `smallest` by a factor of 4, and finally shrink by it."""
+    """Divide a total into sizes that grow from `smallest` by a factor of 4, and shrink by this factor at the end."""
     growing: list[int] = []
     size = smallest
     while size < largest and 2 * (sum(growing) + size) < total:
@@ -172,7 +172,7 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
 
 
 def buffer_sizes(sizes: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
-    """Return the size of each buffer: the largest of its units, of which it has each num_buffers-th one."""
+    """Return the sizes of buffers that units use in rotation: each is as large as the largest unit in it."""
     return tuple(max(sizes[index::num_buffers]) for index in range(min(num_buffers, len(sizes))))
 
 
@@ -184,8 +184,8 @@ def shared_buffer_sizes(sections: Sections, num_buffers: int) -> tuple[int, ...]
 def choose_num_gradient_buffers(sizes: GatherSizes, heads: tuple[int, ...]) -> int:
     """Return the number of gradient buffers: two, or more if that lets NVLink fall idle between two returns.
 
-    NVLink stays awake for 50 ms after a transfer and uses power that the kernels could run faster with. A call of
-    that length gains nothing, nor does one that gathers K/V through buffers, one section at a time.
+    NVLink stays awake for 50 ms after a transfer and uses power with which the kernels could run faster. Calls of that
+    length gain nothing, and neither do calls that gather K/V through buffers, one section at a time.
 
     Args:
         heads: KV heads of each section of the backward.

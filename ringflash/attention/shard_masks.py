@@ -17,11 +17,11 @@ def mask_between(
     mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...], num_rows: int, num_keys: int
 ) -> Mask:
     """Return the visible pairs of two shards, in local rows."""
-    found = Mask.of(num_rows, num_keys, joined_regions(mask, q_shard, k_shard))
-    found.cached("proven", lambda: True)  # SequenceMask checks the documents, and any shards of theirs are as good
-    if mask.has_columns and len(found.regions) > 1:
-        found.cached("transposed", lambda: _transposed(mask, q_shard, k_shard, num_rows, num_keys))
-    return found
+    local = Mask.of(num_rows, num_keys, joined_regions(mask, q_shard, k_shard))
+    local.cached("proven", lambda: True)  # SequenceMask has checked the documents, which makes all their shards valid
+    if mask.has_columns and len(local.regions) > 1:
+        local.cached("transposed", lambda: _transposed(mask, q_shard, k_shard, num_rows, num_keys))
+    return local
 
 
 def joined_regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
@@ -75,7 +75,7 @@ def _joined(regions: list[Region]) -> list[Region]:
 
 
 def _union(a: Region, b: Region) -> Region | None:
-    """Union of a and b if it is a region: two unmasked ones that share a side, or visible keys next to a diagonal."""
+    """Union of a and b if it is a region: both are unmasked and share a side, or a is unmasked next to a diagonal."""
     if (a.lower, a.upper, b.lower) != (None, None, None):
         return None
     if a[:2] == b[:2] and a.k_stop == b.k_start and (b.upper is None or a.k_stop - 1 - a.q_start <= b.upper):
@@ -110,17 +110,18 @@ def _transposed(
     chunk, document = _expand(np.searchsorted(bounds, k[:, 0], "right") - 1, np.searchsorted(bounds, k[:, 1]))
     start, stop = np.maximum(bounds[document], k[chunk, 0]), np.minimum(bounds[document + 1], k[chunk, 1])
     two_way = np.asarray(mask.bidirectional or (False,) * (len(bounds) - 1))[document]
-    first, end = np.where(two_way, bounds[document], start), np.asarray(mask.tree_ends)[document]  # of their queries
+    # Queries [first, end) see each run of keys.
+    first, end = np.where(two_way, bounds[document], start), np.asarray(mask.tree_ends)[document]
     low, high = np.searchsorted(q[:, 1], first, "right"), np.searchsorted(q[:, 0], end)
     middle = np.where(two_way, low, np.clip(np.searchsorted(q[:, 0], stop - 1), low, np.maximum(low, high)))
     q_shift, k_shift = q[:, 2] - q[:, 0], (k[:, 2] - k[:, 0])[chunk]  # from positions to rows
-    # Sides of each region: k_start, k_stop, q_start, q_stop, band. First those of chunks [low, middle) of queries.
+    # Sides of each region: k_start, k_stop, q_start, q_stop, band. First a region for each query chunk [low, middle).
     run, reader = _expand(low, np.minimum(middle, high))
     seen_from, seen_to = np.maximum(first[run], q[reader, 0]), np.minimum(end[run], q[reader, 1])
     last = np.minimum(stop[run], seen_to)
     bands = np.where(seen_from >= last - 1, None, q_shift[reader] - k_shift[run])
     near = start[run] + k_shift[run], last + k_shift[run], seen_from + q_shift[reader], seen_to + q_shift[reader], bands
-    # Then chunks [middle, high) together: rows of a shard ascend with their positions.
+    # Then one region for query chunks [middle, high), since rows of a shard ascend with their positions.
     run = np.flatnonzero(middle < high)
     after, until = middle[run], high[run] - 1
     far = [
@@ -140,7 +141,7 @@ def _transposed(
 
 
 def _expand(first: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices and the numbers of all [first, stop), joined."""
+    """Concatenate the ranges [first, stop); return the index of the range of each number, and the numbers."""
     counts = np.maximum(stop - first, 0)
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - (np.cumsum(counts) - counts)[index] + first[index]

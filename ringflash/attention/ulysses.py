@@ -68,8 +68,8 @@ class Ulysses:
 
     Args:
         attention: attention over this rank's rail, of the rows of the host and a share of the heads.
-        areas: those of the ranks of this host.
-        members: these ranks in the group.
+        areas: memory areas of the ranks of this host.
+        members: ranks of this host, as ranks in the group.
         channel: transport of the rail, or of the host if there is only one.
         layout: layout of the rows.
         number: number of the call in the group.
@@ -98,7 +98,7 @@ class Ulysses:
         return out, lse
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients as `LocalAttention.backward` does; those of a shared KV head are summed in rank order."""
+        """Compute gradients as `LocalAttention.backward` does; sum the gradients of a shared KV head in rank order."""
         dout, dlse, q, k, v, out, lse, row_max = inputs
         shared = self._shared(q, k)
         exchange, num_kv_heads = self._exchange("backward"), k.shape[2]

@@ -102,7 +102,7 @@ class _Records(pickle.Unpickler):
 
 
 def _metadata(directory: Path) -> Metadata:
-    """Return the metadata of a distributed checkpoint, of which only known classes are unpickled."""
+    """Return the metadata of a distributed checkpoint, unpickling only known classes."""
     try:
         with (directory / ".metadata").open("rb") as file:
             records = _Records(file)

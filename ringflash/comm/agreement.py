@@ -157,7 +157,7 @@ def raising_together(
 
 
 def _known_checksum(group: dist.ProcessGroup, signature: dict[str, object], errors: _Errors) -> int | None:
-    """Return the checksum of a kind of call that was compared; None for another one."""
+    """Return the checksum of a kind of call that was compared; None if it was not."""
     for compared in _compared.get(group, ()):
         if (compared.signature is signature or compared.signature == signature) and compared.errors == errors:
             return compared.checksum

@@ -155,7 +155,7 @@ def call_word_of(area: Tensor) -> Tensor:
     return area[:8].view(torch.int64)
 
 
-# Host memory for words, by their number and the kind of device; that of calls which have been compared is used again.
+# Host memory for words, by their number and the kind of device. It is used again once its call has been compared.
 # This memory is never given back to torch, which does not know of the driver's copies to it.
 _unused_words: defaultdict[tuple[int, str], list[Tensor]] = defaultdict(list)
 _host_words: list[Tensor] = []
@@ -210,7 +210,7 @@ class CallWords:
         """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
 
         Args:
-            members: the senders' ranks in the group; empty if `senders` are such.
+            members: the senders' ranks in the group; empty if `senders` are ranks in the group already.
         """
         senders = [members[sender] for sender in self.senders] if members else self.senders
         expect(group, arrival, call, on_host, senders, self.unused)

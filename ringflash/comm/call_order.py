@@ -1,4 +1,4 @@
-"""Comparison of the order in which ranks do what needs all of them, such as gathering the parameters of a layer."""
+"""Comparison of the order in which ranks make calls that need all ranks, such as gathering a layer's parameters."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ PyMODINIT_FUNC PyInit_ringflash_commands(void) { return PyModule_Create(&module)
 
 
 def compiled() -> Callable[..., int]:
-    """Return the function in C, compiled by the means of triton, which keeps it in its cache."""
+    """Return the function in C, which triton compiles and caches."""
     from triton.runtime.build import compile_module_from_src
 
     return compile_module_from_src(_SOURCE, "ringflash_commands").issue

@@ -105,7 +105,7 @@ def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
 
 
 def finish_device() -> None:
-    """Wait for the ring calls that the device has not finished, which peers are in, too; not after an error.
+    """Wait for the ring calls that the device has not finished, since peers are in them, too; not after an error.
 
     To be called at the end of the process while the watchdog runs, which ends a wait for a dead peer.
     """
@@ -120,7 +120,7 @@ def finish_device() -> None:
 
 
 def _synchronize() -> None:
-    """Wait for all devices that peers use; an error of theirs is printed, because the program has ended."""
+    """Wait for all devices that peers use. Print errors of the devices, because the program has ended."""
     try:
         for device in {peers.device for peers in _peers}:
             torch.cuda.synchronize(device)
@@ -130,7 +130,7 @@ def _synchronize() -> None:
 
 
 def tell_user(text: str) -> None:
-    """Print a message of this process, past loggers and replaced streams."""
+    """Print a message of this process, bypassing loggers and replaced streams."""
     print(f"ringflash: {text}", file=sys.__stderr__, flush=True)
 
 
@@ -179,7 +179,7 @@ def _gloo_states() -> list[str]:
 
 @atexit.register  # after `_end_gloo`, and so called before it
 def _leave() -> None:
-    """End the communicators of NCCL while the interpreter still runs, and memory that peers use not before they end.
+    """End the communicators of NCCL while the interpreter still runs; keep memory that peers use until they end.
 
     Destroying a communicator is a collective call, for which one rank that ends by itself (`sys.exit`) would wait for
     ever. Aborting one needs no peer, and loses nothing if all ranks are idle. So a rank waits some seconds until all
@@ -209,7 +209,7 @@ def _await_peers() -> None:
 
 
 def _free_destroyed() -> None:
-    """Free the communicators of groups that have been destroyed; those of NCCL once all ranks have found them so."""
+    """Free the communicators of destroyed groups; those of NCCL once all ranks know that the group is destroyed."""
     for key, (group, _) in list(_communicators.items()):
         if store_of(group) is None:
             del _communicators[key]

@@ -1,6 +1,6 @@
-"""The CUDA driver, and lists of commands, each of which is issued by one call of a function in C.
+"""The CUDA driver, and lists of commands; one call of a function in C issues a list.
 
-Asked by Python, an event takes the host 2 to 5 µs, and a kernel 10 to 20. The driver itself needs 1 to 3.
+From Python, an event takes the host 2 to 5 µs, and a kernel 10 to 20 µs. The driver itself needs 1 to 3 µs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class CommandList:
     """Commands that are issued together, in their order.
 
     Args:
-        commands: those of `ringflash.comm.driver_commands` and of `Driver.plain_launch`.
+        commands: made by `ringflash.comm.driver_commands` and `Driver.plain_launch`.
     """
 
     def __init__(self, driver: Driver, commands: Sequence[Command]) -> None:
@@ -157,7 +157,7 @@ class Driver:
 
     @contextmanager
     def _captured(self, launch: Callable[[torch.cuda.Stream], object]) -> Iterator[_NodeParams | None]:
-        """Capture a launch, which is not executed, and give the parameters of its kernel; None if there are others."""
+        """Capture a launch without executing it, and yield its kernel's parameters; None unless it is one kernel."""
         library, graph, count = self._library, ctypes.c_void_p(), ctypes.c_size_t(2)
         stream, nodes, node = torch.cuda.Stream(), (ctypes.c_void_p * 2)(), _NodeParams()
         handle = ctypes.c_void_p(stream.cuda_stream)
@@ -205,7 +205,7 @@ def plain_launch(
 
 @functools.cache
 def driver() -> Driver | None:
-    """Return the driver; None, after a warning, without a compiler, or with a driver that lacks a function."""
+    """Return the driver; None, after a warning, if there is no compiler or the driver lacks a function."""
     try:
         return Driver()
     except Exception as error:  # of the loader, of triton or of the compiler

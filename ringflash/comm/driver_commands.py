@@ -27,12 +27,12 @@ class Command(NamedTuple):
 
 
 def record_command(stream: int, event: int, value: int = -1) -> Command:
-    """Record an event on a stream, or that of each call."""
+    """Record an event on a stream: one event for all calls, or an event of each call."""
     return Command(_RECORD, stream, event, value)
 
 
 def wait_command(stream: int, event: int, value: int = -1) -> Command:
-    """Let a stream wait for an event, or for that of each call."""
+    """Let a stream wait for an event: one event for all calls, or an event of each call."""
     return Command(_WAIT, stream, event, value)
 
 

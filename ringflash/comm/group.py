@@ -126,7 +126,7 @@ _other_groups: WeakKeyDictionary[dist.ProcessGroup, dict[HostSplit, dist.Process
 def known_split(group: dist.ProcessGroup) -> HostSplit | None:
     """Return how a group is split into hosts, the same on every rank.
 
-    None if the group is not that of a 2-D mesh and its ranks have not compared their hosts yet.
+    Return None if it is not the group of a 2-D mesh and its ranks have not compared their hosts yet.
     """
     return _splits.get(group)
 

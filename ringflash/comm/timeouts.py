@@ -43,7 +43,7 @@ def timeout(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 def within(limit: timedelta | None, begun: float) -> str:
-    """Return " within 600 s" for an error if that time has passed since `begun`, nothing for a peer lost earlier.
+    """Return " within 600 s" for an error if that time has passed since `begun`, and "" for a peer lost earlier.
 
     Args:
         begun: by time.monotonic().

@@ -48,7 +48,7 @@ def run(options: Namespace) -> int:
 
 
 def source_folder() -> Path:
-    """Return the folder that holds recipes/ and launch/: the clone, or that of the installed package."""
+    """Return the folder that holds recipes/ and launch/: in the clone, or in the installed package."""
     package = Path(ringflash.__file__).parent
     clone = package.parent
     return clone if all((clone / name).is_dir() for name in FOLDERS) else package / "files"

@@ -254,7 +254,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
 def _find_layer_error(
     module: nn.Module, query: Tensor, key: Tensor, dropout: float, window: int | None, causal: bool, named: dict
 ) -> Exception | None:
-    """Return the error for a layer of a model, or a call of it, that cannot attend over the ring; None if it can."""
+    """Return the error for a layer, or a call of a layer, that cannot attend over the ring; None if it can."""
     try:
         check_without_hooks(module)
     except NotImplementedError as found:

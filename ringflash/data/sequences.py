@@ -67,8 +67,8 @@ class TokenSequences(Dataset[Batch]):
             raise IndexError(f"index must be from 0 to {len(self) - 1}, got {index}; sequences end there.")
         bounds, num_tokens = self.bounds(index)
         cu_seqlens = torch.from_numpy(bounds)
-        held = chunks(self.seqlen, *self.place, tuple(bounds.tolist()))
-        parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in held]
+        of_rank = chunks(self.seqlen, *self.place, tuple(bounds.tolist()))
+        parts = [self._chunk(index * self.seqlen, c.start, c.stop, bounds, num_tokens) for c in of_rank]
         tokens, labels = (torch.cat(x) for x in zip(*parts, strict=True))
         num_documents = len(bounds) - 1 - (num_tokens < self.seqlen)
         return {

@@ -1,12 +1,12 @@
 """Engines whose ranks use different parameters, such as other experts of a list.
 
-ZeRO packs the gradients that a rank has, in the order in which they arrive: those of different parameters would be
-added to one another, silently. deepspeed 0.19.8:
+ZeRO packs the gradients that a rank has, in the order in which they arrive. It would add gradients of different
+parameters to one another without an error. deepspeed 0.19.8:
 
     stage 0                    fills in zeros itself
     stage 1                    reduces after the backward; zeros are filled in before
     stage 1 with overlap_comm  reduces in the backward, in order of arrival: refused before the step
-    stages 2 and 3             as well; stage 3 also gathers parameters when a layer is called: refused there
+    stages 2 and 3             the same; stage 3 also gathers parameters when a layer is called: refused there
 """
 
 from __future__ import annotations

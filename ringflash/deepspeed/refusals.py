@@ -45,7 +45,7 @@ def read(config: Config) -> dict[str, Any]:
     """Return the config as a dictionary.
 
     Raises:
-        ValueError: a file that is not a JSON object, or that repeats a key, of which all but the last would be ignored.
+        ValueError: a file that is not a JSON object, or that repeats a key: all but the last entry would be ignored.
     """
     if isinstance(config, dict):
         return dict(config)

@@ -117,7 +117,7 @@ def set_group(
 
 
 def _check_layout(modules: list[nn.Module], layout: str) -> None:
-    """Refuse layouts that depend on documents for layers that attend in chunks, whose bounds are others."""
+    """Refuse layouts that depend on documents for layers that attend in chunks, which have other bounds."""
     for module in modules:
         if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
@@ -163,13 +163,13 @@ def _pass_padding_mask(
         "bidirectional_mask_function",
     ):
         return attention_mask  # without the graph break of `read_spans`
-    found = read_spans(mask_function, use_vmap, attention_mask)
-    if found is not None and getattr(config, "model_type", "").startswith("molmo2"):
+    spans = read_spans(mask_function, use_vmap, attention_mask)
+    if spans is not None and getattr(config, "model_type", "").startswith("molmo2"):
         raise NotImplementedError(
             "mm_token_type_ids must not be given to Molmo 2 on a ring, whose images all see one another, got some; "
             "leave them out for text, or use another model."
         )
-    return attention_mask if found is None else found
+    return attention_mask if spans is None else spans
 
 
 def _attend(
@@ -259,7 +259,7 @@ def attend_in_chunks(
 def _chunk_bounds(cu_seqlens: Tensor | None, size: int, seqlen: int, q: Tensor) -> Tensor | None:
     """Return the bounds of all chunks on the CPU, where reading them needs no synchronisation.
 
-    Wrong bounds are returned as they are: the operator rejects them on every rank.
+    Wrong bounds are returned unchanged: the operator rejects them on every rank.
     """
     if cu_seqlens is None:
         return None if seqlen <= size else torch.tensor(cut_into_chunks((0, seqlen), size), dtype=torch.int32)

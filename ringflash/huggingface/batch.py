@@ -44,7 +44,7 @@ def prepare_batch(
             default is the successor of each token within its document.
         attention_mask: (batch, seqlen), 1 for a token and 0 for padding, which may be at the end of a row or, with
             cu_seqlens, of a document. Padding has no labels, and the balancing loss of experts leaves it out.
-        position_ids: "global", or "document" to count from 0 in each document, and on from the one that it continues
+        position_ids: "global", or "document" to count from 0 in each document, or on from its parent
             (needs cu_seqlens). Or the three parts of M-RoPE (Qwen-VL), (3, batch, seqlen), from the model's
             `get_rope_index`; the shard then has four, the global positions first.
         block_sequence_ids: (1, seqlen) or (seqlen,), spans of tokens that see one another, such as images and
@@ -98,7 +98,7 @@ def prepare_batch(
 def _position_shard(
     position_ids: str | Tensor, input_ids: Tensor, options: ModelRing, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return this rank's positions: (1, seqlen_local), or those of M-RoPE after them, (4, batch, seqlen_local).
+    """Return this rank's positions: (1, seqlen_local), or for M-RoPE its axes after them, (4, batch, seqlen_local).
 
     Args: as `prepare_batch`.
     """

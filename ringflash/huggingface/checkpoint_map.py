@@ -1,6 +1,6 @@
 """Map from a checkpoint's tensors to boxes in a model's tensors, by transformers' own conversion tables.
 
-The tensors of a checkpoint may differ from those of the model. Qwen3-MoE's has one for each expert and projection:
+A checkpoint may have other tensors than the model. Qwen3-MoE's checkpoint has one for each expert and projection:
 
     model.layers.0.mlp.experts.7.up_proj.weight    (768, 2048)
     model.layers.0.mlp.experts.gate_up_proj        (128, 1536, 2048) in the model: rows 768 to 1535 of expert 7
@@ -68,8 +68,8 @@ class CheckpointMap:
             else:
                 converter = converters[next(pattern for pattern in by_pattern if pattern)]
                 self._stack(target, tuple(tensors[target].shape), converter, by_pattern)
-        held = {ties.get(target, target) for target in sources}
-        self.missing += (name for name in tensors if name not in ties and name not in held)
+        stored = {ties.get(target, target) for target in sources}
+        self.missing += (name for name in tensors if name not in ties and name not in stored)
         wrong = (box for box in self.boxes if shapes[box.name] != box.shape)
         self.misshapen = [f"{box.name} {shapes[box.name]} for {box.shape}" for box in wrong]
         second = [box for box in self.boxes if ties.get(box.target) in sources]

@@ -46,13 +46,13 @@ def check_consistency(
     Args:
         error: of this rank, found before the call.
     """
-    noted = None if inputs is None else inputs.find_error(given.cu_seqlens)
+    input_error = None if inputs is None else inputs.find_error(given.cu_seqlens)
     if given.position_ids is None and inputs is not None:
         given = given._replace(position_ids=inputs.take_positions())
         recomputed = torch._C._current_graph_task_id() != -1  # a checkpointed layer, inside a backward
         if given.position_ids is None and error is None and recomputed:
             return  # checked in the forward, which had the positions
-    error = error or noted or find_shape_error(query, given.mask, given.position_ids)
+    error = error or input_error or find_shape_error(query, given.mask, given.position_ids)
     if inputs is not None and (mask := inputs.take_mask()) is not None:
         given = given._replace(mask=mask)
     if query.is_meta:  # no values to compare
@@ -60,20 +60,20 @@ def check_consistency(
             raise error
         return
     # Three error flags, and checksums with both signs: the maxima over the ranks cancel only if all are equal.
-    found = torch.zeros(NUM_VALUES, dtype=torch.int64, device=query.device)
+    values = torch.zeros(NUM_VALUES, dtype=torch.int64, device=query.device)
     if error is None:
         try:
-            found[:3] = _find_value_errors(options, query, given)
+            values[:3] = _find_value_errors(options, query, given)
         except ValueError as problem:
             error = problem
     if given.checksum is not None:
-        found[3], found[4] = given.checksum, -given.checksum
+        values[3], values[4] = given.checksum, -given.checksum
     parameters = None if inputs is None else inputs.take_parameters()
     if parameters is not None:
-        found[5], found[6] = parameters.checksum, -parameters.checksum
-    *wrong, highest, lowest, high, low = maxima_of_ranks(options.group, found, error)
+        values[5], values[6] = parameters.checksum, -parameters.checksum
+    *wrong, highest, lowest, high, low = maxima_of_ranks(options.group, values, error)
     if any(wrong):
-        raise_on_every_rank(options.group, error or _value_error(found.tolist(), options))
+        raise_on_every_rank(options.group, error or _value_error(values.tolist(), options))
     if options.group is not None and highest != -lowest:
         raise ValueError(
             "input_ids and labels given to prepare_batch must be the same on all ranks of the group, because each "

@@ -2,7 +2,7 @@
 
     6 * parameters that multiply a token * tokens  +  12 * query features * visible pairs, over all layers
 
-Query features are those of all heads; if values are narrower than keys, the mean of both widths counts.
+Query features count all heads; if values are narrower than keys, the mean of both widths counts.
 
 The forward contributes factors of 2 and 4, the backward twice that. Only the model's own products count, not
 recomputation: neither that of checkpointing nor the scores that FlashAttention's backward computes again.
@@ -32,7 +32,7 @@ PEAK_TFLOPS = (
     ("H20", 148.0),
     ("A100", 312.0),
 )
-FP8_PER_BF16 = 2.0  # peak of e4m3 products over that of bf16, on every GPU that has them
+FP8_PER_BF16 = 2.0  # peak of e4m3 products over the peak of bf16 products, on every GPU that has both
 
 
 class MatmulSizes(NamedTuple):

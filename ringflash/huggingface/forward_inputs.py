@@ -30,9 +30,9 @@ _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values",
 
 
 class ForwardInputs:
-    """Arguments of a model's current forward, noted at its start; the first layer reads them, which empties the notes.
+    """Arguments of a model's current forward, noted at its start and removed when the first layer reads them.
 
-    So a layer that checkpointing runs again in the backward finds none, although another forward may have begun.
+    So a layer that checkpointing runs again in the backward reads none, even if another forward has begun.
 
     Args:
         names: parameters of the model's forward.
@@ -43,10 +43,10 @@ class ForwardInputs:
         counts_positions: a layer counts the positions of its tokens, which may be given to it as `columns`.
         is_wrapped: `wrap_attention` intercepts the model's attention.
         reached: layers that have called ring attention.
-        length: length of the sequence in the current forward, for rotations that depend on it; None is that of the
-            padded sequence.
+        length: length of the sequence in the current forward, for rotations that depend on it; None stands for the
+            length of the padded sequence.
         next_length: `length` of the next forward.
-        next_model: the model around the decoder, whose parameters the next forward compares; None is the decoder's.
+        next_model: the model whose parameters the next forward compares: one around the decoder; None: the decoder.
     """
 
     takes_whole_batches = False
@@ -68,7 +68,7 @@ class ForwardInputs:
         self._aligned = False  # FSDP2's units, in the first training forward
         self._parameters = EqualParameters()
         self.reached = ReachedLayers()
-        self._compared: EqualParameters | None = None  # those of the current forward, until they are compared
+        self._compared: EqualParameters | None = None  # parameters of the current forward, until they are compared
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -238,7 +238,7 @@ class ForwardInputs:
 
 
 def _find_cross_error(given: dict[str, Any]) -> Exception | None:
-    """Return the error for documents beside the states of an encoder, which their mask would cut as well, or None."""
+    """Return the error for documents with an encoder's states, which the documents' mask would cut, or None."""
     states = [name for name in ("encoder_hidden_states", "cross_attention_states") if given.get(name) is not None]
     if not states or given.get("cu_seqlens") is None:
         return None

@@ -80,9 +80,9 @@ def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         longest = torch.full_like(longest, length - 1)
     if group is not None:
         grown = longest.new_full(longest.shape, _grown_to(module, *args[2:], **kwargs) - 1)
-        found = torch.stack([longest, grown])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        longest, grown = found
+        maxima = torch.stack([longest, grown])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        longest, grown = maxima
         from_growth = longest + 1 >= getattr(module, "original_max_seq_len", 0)
         longest = torch.where(from_growth, longest.maximum(grown), longest)
     position_ids = torch.cat([position_ids, longest], -1)

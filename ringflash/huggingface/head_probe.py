@@ -85,7 +85,7 @@ def _logit_scale(model: Any) -> float:
 
 
 def _check_loss(model: nn.Module, loss: Tensor, logits: Tensor) -> None:
-    """Reject a model whose loss has terms besides the mean over tokens.
+    """Reject a model whose loss has other terms than the mean over tokens.
 
     Args:
         loss: the model's loss for two labels 0: _MEAN_LOSS, unless it has other terms or its own code for the mean.

@@ -78,8 +78,8 @@ def log_probs(
             numbers = torch.arange(input_ids.shape[1], device="cpu")
             batch["length"] = 1 + int(within_documents(numbers, cu_seqlens).max())
     both = model(**batch, temperature=temperature)
-    found, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
-    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in found]
+    results, bounds = both if return_entropy else both[:1], batch["cu_seqlens"]
+    whole = [unshard_sequence(x, group, 1, layout, bounds)[:, real] for x in results]
     if rows is not None:
         whole = [values_at(x, rows) for x in whole]
     return (whole[0], whole[1]) if return_entropy else whole[0]

@@ -26,10 +26,10 @@ class ModelRing(CallOptions):
         cp_size, cp_rank = self.size_and_rank
         if self.layout in DOCUMENT_LAYOUTS:  # read and decided once per step
             return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
-        found = _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
-        if isinstance(found, FakeTensor):  # without values, for a tracer: later calls must not get it
+        positions = _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
+        if isinstance(positions, FakeTensor):  # without values, for a tracer: later calls must not get it
             _positions.cache_clear()
-        return found
+        return positions
 
 
 @lru_cache(maxsize=8)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringflash.comm import agreement
 
-NUM_VALUES = 7  # in the all-reduce of a forward, of which the first three are flags of errors
+NUM_VALUES = 7  # in the all-reduce of a forward; the first three are flags of errors
 
 
 def raise_together(group: dist.ProcessGroup | None, error: Exception, device: torch.device) -> None:

@@ -58,7 +58,7 @@ def router_loss(
         num_experts * sum over experts (share of the choices of this expert * mean probability of this expert)
 
     Both factors are means over the tokens of all layers. Choices have no gradient, so ranks only exchange their counts.
-    The loss is linear in the probabilities, so each rank adds those of its own tokens, and gradients average alike.
+    The loss is linear in the probabilities, so each rank adds the terms of its own tokens, and gradients are averaged.
 
     Args:
         router_logits: of each layer, (tokens of this rank, num_experts).

@@ -44,7 +44,7 @@ class ShardLoss:
 
 
 def guard_losses(model: nn.Module, inputs: Any) -> None:
-    """Have every model with a loss within `model` refuse labels from which it would compute that of a shard.
+    """Make every model with a loss within `model` refuse labels from which it would compute the loss of a shard.
 
     Args:
         inputs: the model's `ForwardInputs`.

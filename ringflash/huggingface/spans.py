@@ -1,8 +1,8 @@
 """Spans of tokens that see one another, such as images and prefixes, as transformers describes them to a layer.
 
-A model makes mask functions of `token_type_ids`. On a ring it sees those of its shard only, in which spans are cut. So
-the documents in cu_seqlens say which keys a query sees. The mask function says how a layer uses spans, and its numbers
-of spans are compared with the documents (`consistency`).
+A model makes mask functions from `token_type_ids`. On a ring it gets only the types of its shard, which may cut a span.
+So the documents in cu_seqlens say which keys a query sees. The mask function says how a layer uses spans, and the span
+numbers in it are compared with the documents (`consistency`).
 """
 
 from __future__ import annotations
@@ -124,18 +124,18 @@ def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
         ids: list to which the function's numbers of spans are appended.
     """
     name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
-    held = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    closure = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     if name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-        return _form(held["mask_function"].cell_contents, ids)
+        return _form(closure["mask_function"].cell_contents, ids)
     if name in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
-        parts = [_form(part, ids) for part in held["mask_functions"].cell_contents]
+        parts = [_form(part, ids) for part in closure["mask_functions"].cell_contents]
         parts = [part for part in parts if part != "packed"]
         if len(parts) == 1:
             return parts[0]
         operation = "and" if name.startswith("and") else "or"
         return (operation, *(sorted(parts) if all(isinstance(part, str) for part in parts) else parts))
     if name == "blockwise_overlay.<locals>.inner_mask":
-        ids.append(held["block_sequence_ids"].cell_contents)
+        ids.append(closure["block_sequence_ids"].cell_contents)
     return _OVERLAYS.get(name, name)
 
 
@@ -164,8 +164,8 @@ def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
         )
     given = {"attention_mask": None, "cache": None, "position_ids": None, "is_first_iteration": True, name: types}
     masks = make_masks(config=model.config, inputs_embeds=torch.empty(*types.shape, 0, device=types.device), **given)
-    found = masks.values() if isinstance(masks, dict) else (masks,)
-    return next((mask.ids for mask in found if isinstance(mask, LayerSpans)), None)
+    all_masks = masks.values() if isinstance(masks, dict) else (masks,)
+    return next((mask.ids for mask in all_masks if isinstance(mask, LayerSpans)), None)
 
 
 def mark_layers_without_spans(masks: Any) -> Any:

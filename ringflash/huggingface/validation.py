@@ -67,12 +67,12 @@ def name_of_layer(module: nn.Module) -> str:
 def find_decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that reads the sequence, without towers for images or sound."""
     get_decoder: Any = getattr(model, "get_decoder", None)
-    found = None if get_decoder is None else get_decoder()
-    return found if found is not None and attention_modules(found) else model
+    decoder = None if get_decoder is None else get_decoder()
+    return decoder if decoder is not None and attention_modules(decoder) else model
 
 
 def takes_spans(model: nn.Module) -> bool:
-    """Return True if a model's forward takes token types, of which it makes spans that see themselves."""
+    """Return True if a model's forward takes token types and makes spans of them, whose tokens see one another."""
     names = {"token_type_ids", "mm_token_type_ids"}
     return any(
         hasattr(module, "get_decoder") and not names.isdisjoint(signature(type(module).forward).parameters)

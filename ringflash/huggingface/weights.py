@@ -246,13 +246,13 @@ def _headers(directory: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...
     for path in checkpoint_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
-                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                of_file = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (SafetensorError, OSError) as error:
             raise _damaged(directory, error) from error
-        if twice := sorted(found.keys() & files.keys()):
+        if twice := sorted(of_file.keys() & files.keys()):
             raise _difference(directory, "each tensor once", twice)
-        shapes |= found
-        files |= dict.fromkeys(found, path)
+        shapes |= of_file
+        files |= dict.fromkeys(of_file, path)
     return files, shapes
 
 
@@ -269,7 +269,7 @@ def _check_plain(model: Any, directory: Path) -> None:
 
 
 def _check_map(mapping: CheckpointMap, directory: Path) -> None:
-    """Raise ValueError if the tensors of a checkpoint are not those of the model."""
+    """Raise ValueError if a checkpoint has other tensors than the model."""
     for what, names in (
         ("every tensor of the model", mapping.missing),
         ("only tensors of the model", mapping.unknown),

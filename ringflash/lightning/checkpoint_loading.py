@@ -215,7 +215,7 @@ def check_fits(checkpoint: Folder | SingleFile, module: nn.Module | None, num_op
     Args:
         module: None if the tensors may differ.
     Raises:
-        ValueError: tensors differ, of which the message names the first; on all ranks, if all see the checkpoint.
+        ValueError: tensors differ; the message names the first. On all ranks, if all see the checkpoint.
     """
     path = checkpoint.path
     if module is not None:

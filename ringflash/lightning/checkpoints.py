@@ -63,7 +63,7 @@ class CheckpointWriter:
         """Wait for the previous checkpoint, copy the state, and return while it is written.
 
         Args:
-            state: tensors and values, of which each rank writes its part.
+            state: tensors and values; each rank writes its part of them.
             rest: everything else, which rank 0 writes to meta.pt.
         Raises:
             RuntimeError: the previous checkpoint was not written; on every rank.
@@ -91,8 +91,8 @@ class CheckpointWriter:
         if not self._jobs:
             return
         mine = self._wait()
-        found = gather_values(self._group, mine)
-        failed = {rank: text for rank, text in enumerate(found) if text}
+        problems = gather_values(self._group, mine)
+        failed = {rank: text for rank, text in enumerate(problems) if text}
         if failed:
             raise RuntimeError(
                 f"a checkpoint was not written: {next(iter(failed.values()))} (seen on ranks {list(failed)}); free "
@@ -143,13 +143,13 @@ def check_same_state(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) 
     state["callbacks"] = {name: value for name, value in state.get("callbacks", {}).items() if name not in ignored}
     mine = dict(_described(state, ""))
     summary = hashlib.sha256(repr(mine).encode()).hexdigest()
-    found, world = [mine], cast(dist.ProcessGroup, dist.group.WORLD)
+    of_ranks, world = [mine], cast(dist.ProcessGroup, dist.group.WORLD)
     if len({*agreement.gather(world, summary)}) > 1:
-        found = gather_values(world, mine)
-    first, *others = found
+        of_ranks = gather_values(world, mine)
+    first, *others = of_ranks
     for name, rank in [(name, 0) for name in first] + [(name, r) for r, x in enumerate(others, 1) for name in x]:
-        if found[rank][name] == _SHARDED or found[rank][name] != first.get(name):
-            got = "a sharded tensor" if found[rank][name] == _SHARDED else "another value"
+        if of_ranks[rank][name] == _SHARDED or of_ranks[rank][name] != first.get(name):
+            got = "a sharded tensor" if of_ranks[rank][name] == _SHARDED else "another value"
             raise ValueError(
                 f"{name} must be the same on all ranks to be saved, because every rank continues from the first one's, "
                 f"got {got} on rank {rank}; in state_dict gather shards (full_tensor), in load_state_dict take this "
@@ -211,7 +211,7 @@ def _remove(before: list[Future[None]], path: Path) -> None:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and message; if it was sent to all ranks, those of the first rank that failed."""
+    """Return type and message of an error; if it lists errors of several ranks, of the first rank's error."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         return f"{type(cause).__name__} on rank {rank}: {cause}"

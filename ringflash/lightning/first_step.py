@@ -124,7 +124,7 @@ def check_labels(local: FirstStep, whole: FirstStep, group: Group) -> None:
 
 
 def check_same_batch(batch: Any, group: Group) -> None:
-    """Check that all ranks of a ring have a batch with the same tensors, of which each then takes its shard.
+    """Check that all ranks of a ring have a batch with the same tensors, before each takes its shard.
 
     A rank may arrive late, after a callback for example, within the timeout of a ring (`ringflash.set_timeout`).
 

@@ -295,7 +295,7 @@ def _reshard_without_backward(module: nn.Module, *_: Any) -> None:
 
 @contextmanager
 def check_ties(module: nn.Module) -> Iterator[None]:
-    """Raise ValueError if tied parameters are not tied any more at the end: FSDP2 separates those of two units."""
+    """Raise ValueError if tied parameters are no longer tied at the end: FSDP2 separates them in different units."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

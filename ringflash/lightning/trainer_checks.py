@@ -68,7 +68,7 @@ class TrainerChecks(ParallelStrategy):
         """Run a training step; compare parameters that all ranks have whole, and the buffers that it has changed.
 
         Raises:
-            ValueError: a parameter differs between ranks, or a buffer between those of a ring; on every rank.
+            ValueError: a parameter differs between ranks, or a buffer between the ranks of a ring; on every rank.
         """
         assert isinstance(self, DataContextRanks) and self.lightning_module is not None
         self._equal_parameters.compare(named_whole(self.lightning_module), resolve(dist.group.WORLD))

@@ -36,7 +36,7 @@ _ARGUMENTS = ("dataloader_inter_document_masking", "reset_attention_mask")
 
 
 class RingCoreAttention(MegatronModule):
-    """Attention over the whole sequence, of which each rank of `pg_collection.cp` holds a shard.
+    """Attention over the whole sequence; each rank of `pg_collection.cp` holds a shard of it.
 
     Args:
         k_channels, v_channels: Megatron passes them for latent attention; q, k and v have these sizes.
@@ -123,7 +123,7 @@ class RingCoreAttention(MegatronModule):
 
 
 def _check_settings(config: TransformerConfig, attention_type: str, dropout: float, cp_comm_type: str | None) -> None:
-    """Raise unless a ring follows every setting that concerns attention, and the loss is that of all ranks."""
+    """Raise unless a ring follows every setting that concerns attention, and the loss covers all ranks."""
     trainer = sys.modules.get("megatron.training.global_vars")  # not imported here: Megatron Bridge has none
     arguments = getattr(trainer, "_GLOBAL_ARGS", None)
     wanted: dict[str, tuple[Any, Any]] = {

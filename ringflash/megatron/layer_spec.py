@@ -38,7 +38,7 @@ def with_ring(spec: Any) -> Any:
 
 
 def _with_ring(spec: Any) -> Any:
-    """Return a spec in which every `core_attention`, at any depth, is replaced by that of the ring."""
+    """Return a spec in which the ring's attention replaces every `core_attention`, at any depth."""
     if isinstance(spec, list):
         return [_with_ring(inner) for inner in spec]
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):

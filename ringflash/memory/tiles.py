@@ -62,7 +62,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _is_stack_of_experts(module: nn.Module) -> bool:
-    """Return True for experts that are called like those of transformers, and so treat each token separately."""
+    """Return True for experts with the call of transformers' experts, which treats each token separately."""
     stacked = any(x.dim() == 3 for x in module.parameters(recurse=False))
     return stacked and (isinstance(module, _Tiled) or list(signature(type(module).forward).parameters)[1:] in _ROUTED)
 
@@ -207,9 +207,9 @@ class _Tiles(torch.autograd.Function):
                 parts.append(grads[: len(asked)])
                 for total, part in zip(sums, grads[len(asked) :], strict=True):
                     total += part
-        found = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
-        found += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
-        whole = iter(found)
+        joined = [torch.cat(tiles, dim=-2) for tiles in zip(*parts, strict=True)]
+        joined += [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        whole = iter(joined)
         return None, None, None, None, *(next(whole) if need else None for need in needed)
 
 

@@ -7,8 +7,8 @@ convolution       short causal convolutions, with a halo of tokens from previous
 scan              gated delta rule and Mamba-2 scan, with the states of all previous ranks folded
 
 Each rank runs a recurrence once, from an empty state, and computes along with it the linear map from an initial state
-to the final one. It sends this map to all later ranks, and applies those of all previous ranks, so that no rank waits
-for the recurrence of another. `huggingface/recurrent_layers.py` calls these functions in models of transformers.
+to the final one. It sends this map to all later ranks, and applies the maps of all previous ranks, so that no rank
+waits for the recurrence of another. `huggingface/recurrent_layers.py` calls these functions in models of transformers.
 Every call is differentiable, and collective in forward and backward.
 
     shard = ContiguousShard.of(x.shape[1], group)     # after x = to_sequence_order(x, group, layout)

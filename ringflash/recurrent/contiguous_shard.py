@@ -32,9 +32,9 @@ class ContiguousShard(NamedTuple):
 
         Args:
             length: tokens of each rank.
-            bounds: as the attribute.
+            bounds: as in the class.
         Raises:
-            ValueError: bounds that are not those of the whole sequence.
+            ValueError: bounds that do not fit the whole sequence.
         """
         group = resolve(group)
         if bounds is not None:

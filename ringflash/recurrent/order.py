@@ -38,7 +38,7 @@ def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds:
 
 
 def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
-    """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into that of the layout."""
+    """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into the layout's order."""
     group = resolve(group)
     if group is None or layout == "contiguous":
         return x
@@ -60,8 +60,8 @@ class _Plan(NamedTuple):
 def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, bounds: Bounds, device: torch.device) -> _Plan:
     """Plan the all-to-all from a layout to contiguous shards of equal length."""
     length = seqlen // cp_size
-    held = [chunks(seqlen, cp_size, rank, layout, bounds) for rank in range(cp_size)]
-    shards = [torch.cat([torch.arange(c.start, c.stop) for c in own]) for own in held]
+    of_ranks = [chunks(seqlen, cp_size, rank, layout, bounds) for rank in range(cp_size)]
+    shards = [torch.cat([torch.arange(c.start, c.stop) for c in of_rank]) for of_rank in of_ranks]
     arriving = [shard[shard // length == cp_rank] for shard in shards]
     sent = torch.bincount(shards[cp_rank] // length, minlength=cp_size)
     order = torch.cat(arriving).argsort()

@@ -54,7 +54,7 @@ def delta_rule(
         NotImplementedError: such an option.
     Numerics: states in fp32 (fp64 for fp64). Outputs from an empty state and from S are rounded to the dtype of
         query, and added in fp32.
-    Source: Yang et al. 2024, arXiv:2412.06464, equation 10; the exchange is that of an associative scan.
+    Source: Yang et al. 2024, arXiv:2412.06464, equation 10; ranks exchange states as in an associative scan.
     """
     _check(options)
     inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
@@ -112,7 +112,7 @@ def mamba2_scan(
     Raises:
         NotImplementedError: such an option.
     Numerics: dt and states in fp32 (fp64 for fp64), also where transformers' scan would compute dt in bf16.
-    Source: Dao and Gu 2024, arXiv:2405.21060, section 6; the exchange is that of an associative scan.
+    Source: Dao and Gu 2024, arXiv:2405.21060, section 6; ranks exchange states as in an associative scan.
     """
     _check(options)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -138,7 +138,7 @@ def mamba2_scan(
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Raise NotImplementedError for options that would be those of a shard, or of an output without earlier ranks."""
+    """Raise NotImplementedError for options of a shard only, or that act on outputs before earlier ranks are added."""
     if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
         raise NotImplementedError(
             f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "

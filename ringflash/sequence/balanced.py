@@ -28,8 +28,8 @@ from ringflash.sequence.mask import Documents
 from ringflash.sequence.paths import paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
-_TREES_OF_RANK = 16  # a tree of fewer tokens than this part of a rank's is placed as a whole
-_FLAT_OF_RANK = 64  # a bidirectional document of more tokens than this part of a rank's is placed by itself
+_TREES_OF_RANK = 16  # a tree of at most a 16th of a rank's tokens is placed as a whole
+_FLAT_OF_RANK = 64  # a bidirectional document of more than a 64th of a rank's tokens is placed by itself
 _TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
 
 
@@ -66,11 +66,11 @@ def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
 
 
 def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return start, length and work of what is placed as a whole if it can be: documents, chains and small trees.
+    """Return start, length and work of the units, which are placed whole if possible: documents, chains, small trees.
 
-    Work is twice the number of visible pairs. A tree whose tokens are few for a rank stays together, since most of its
-    documents see the same keys. A document that is the only one to continue the previous one is placed as a part of it,
-    unless either is bidirectional and long: the work of its tokens does not grow.
+    Work is twice the number of visible pairs. A small tree is one unit, since most of its documents see the same keys.
+    A document and its only continuation are one unit, unless one of them is bidirectional and long, since the work of
+    its tokens does not grow.
     """
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
@@ -101,7 +101,7 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Order:
-    """Documents in order of their work per token, and the work of any consecutive tokens in it.
+    """Documents in order of their work per token, with the work of any consecutive tokens in this order.
 
     Args:
         lengths: (num_documents,), int64.
@@ -148,16 +148,16 @@ class _Order:
         low, high = first, first + size + 1  # tokens from the front have more work
         while high - low > 1:
             cut = (low + high) // 2
-            found = excess(cut)
-            low, high = (low, cut) if found > 0 else (cut, high)
-            if -slack < 4 * found <= 0:
+            surplus = excess(cut)
+            low, high = (low, cut) if surplus > 0 else (cut, high)
+            if -slack < 4 * surplus <= 0:
                 break
         document = bisect_right(self.starts, low) - 1
         start, stop = self.starts[document], self.starts[min(document + 1, len(self.starts) - 1)]
         tile = start + round((low - start) / _TILE_TOKENS) * _TILE_TOKENS
         for cut in (stop, start, tile):
-            if first <= cut <= min(stop, first + size) and abs(found := excess(cut)) <= slack:
-                return cut, found
+            if first <= cut <= min(stop, first + size) and abs(surplus := excess(cut)) <= slack:
+                return cut, surplus
         return low, excess(low)
 
 
@@ -182,7 +182,7 @@ def _mirrored(segments: list[tuple[int, int, int]], starts: list[int]) -> Iterat
 
 
 def _joined(chunks: Tensor, seqlen: int) -> BalancedChunks:
-    """Sort chunks, and join those of one rank that follow each other."""
+    """Sort chunks, and join adjacent chunks of one rank."""
     chunks = chunks[chunks[:, 2] > 0]
     rank, start, size = chunks[torch.argsort(chunks[:, 0] * seqlen + chunks[:, 1])].unbind(1)
     begins = torch.ones_like(rank, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Documents of packed rows, as their positions tell."""
+"""Document bounds of packed rows, read from their positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def document_starts(position_ids: Tensor, is_token: Tensor | None = None) -> Ten
 
     Args:
         position_ids: (batch, seqlen).
-        is_token: (batch, seqlen), bool, one interval of each row, or None for all of it. Other positions are not read.
+        is_token: (batch, seqlen), bool, True in one interval of each row; None for whole rows. Other positions are not
+            read.
     Raises:
         ValueError: a document that does not count up from 0.
     """

@@ -1,4 +1,4 @@
-"""Labels of a sequence: the successor of each token, and their number, on which the ranks agree."""
+"""Labels of a sequence, which are the successors of its tokens, and their number, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shift_labels(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 
 
 def _without_label(documents: Documents) -> Tensor:
-    """Return which tokens see their successor, or have none: (seqlen,), bool."""
+    """Return a mask of the tokens that see their successor or have none: (seqlen,), bool."""
     if documents.have_branches:
         raise ValueError(
             "labels must be given with documents that branch, since a token may have several successors, got none; "
@@ -49,9 +49,9 @@ def _without_label(documents: Documents) -> Tensor:
     both = torch.tensor(documents.bidirectional or (False,) * count, device="cpu")
     ends = torch.ones(count, dtype=torch.bool, device="cpu")
     ends[:-1] = torch.tensor(documents.parents or (-1,) * count, device="cpu")[1:] < 0
-    found = torch.repeat_interleave(both, bounds.diff())
-    found[bounds[1:] - 1] = ends
-    return found
+    without = torch.repeat_interleave(both, bounds.diff())
+    without[bounds[1:] - 1] = ends
+    return without
 
 
 def count_tokens(labels: Tensor, group: Group) -> Tensor:
@@ -112,7 +112,7 @@ def _disagreement(kinds: list[int], values: list[int]) -> str:
     """Return the error text for `num_tokens` that ranks disagree on.
 
     Args:
-        kinds, values: of each rank: if it gave a number, and which.
+        kinds, values: for each rank, the kind of its number, and the number.
     """
     if _INVALID in kinds:
         ranks = [rank for rank, kind in enumerate(kinds) if kind == _INVALID]

@@ -63,7 +63,7 @@ def chunks(
 
     Args:
         seqlen: length of the whole sequence, tokens.
-        documents: for `DOCUMENT_LAYOUTS`, or their bounds.
+        documents: documents or their bounds, for `DOCUMENT_LAYOUTS`.
     Raises:
         ValueError: unknown layout, a length that the layout cannot divide evenly, or no bounds for such a layout.
     """
@@ -71,10 +71,10 @@ def chunks(
     check_layout(seqlen, cp_size, layout, documents)
     if layout == "balanced":
         assert documents is not None
-        found = balanced_chunks(documents, cp_size)
-        ranks = torch.tensor([cp_rank, cp_rank + 1], device=found.rank.device)
-        first, last = torch.searchsorted(found.rank, ranks).tolist()
-        starts, sizes = (x[first:last].tolist() for x in (found.start, found.size))
+        of_ranks = balanced_chunks(documents, cp_size)
+        ranks = torch.tensor([cp_rank, cp_rank + 1], device=of_ranks.rank.device)
+        first, last = torch.searchsorted(of_ranks.rank, ranks).tolist()
+        starts, sizes = (x[first:last].tolist() for x in (of_ranks.start, of_ranks.size))
         rows = accumulate(sizes, initial=0)
         return tuple(Chunk(start, start + size, row) for start, size, row in zip(starts, sizes, rows, strict=False))
     if layout == "documents":
@@ -101,7 +101,7 @@ def _zigzags(bounds: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[Ch
 
 
 def granularity(cp_size: int, layout: str = "zigzag") -> int:
-    """Return the number of tokens by which a layout needs the length of a sequence to be divisible.
+    """Return the number of tokens of which the length of a sequence must be a multiple.
 
     Raises:
         ValueError: an unknown layout.
@@ -114,7 +114,7 @@ def granularity(cp_size: int, layout: str = "zigzag") -> int:
 
 
 def chunks_of_rank(layout: str) -> int:
-    """Return the number of chunks per rank; if it depends on the documents, the smallest."""
+    """Return the number of chunks per rank; the smallest possible number if it depends on the documents."""
     return 2 if layout == "documents" else 2 * _ZIGZAGS[layout] if layout in _ZIGZAGS else 1
 
 
@@ -171,8 +171,8 @@ def local_positions(
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}; pass the rank within the group.")
-    held = chunks(seqlen, cp_size, cp_rank, layout, _bounds(layout, cu_seqlens))
-    return torch.cat([torch.arange(c.start, c.stop) for c in held])
+    of_rank = chunks(seqlen, cp_size, cp_rank, layout, _bounds(layout, cu_seqlens))
+    return torch.cat([torch.arange(c.start, c.stop) for c in of_rank])
 
 
 def shard_sequence(
@@ -205,8 +205,8 @@ def cut_sequence(
     if group is None:
         check_layout(x.shape[dim], 1, layout, bounds)
         return x
-    held = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
-    return torch.cat([x.narrow(dim, c.start, c.size) for c in held], dim)
+    of_rank = chunks(x.shape[dim], group.size(), group.rank(), layout, bounds)
+    return torch.cat([x.narrow(dim, c.start, c.size) for c in of_rank], dim)
 
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -216,10 +216,10 @@ _last_cuts: deque[tuple[Tensor, _Cut]] = deque(maxlen=16)  # checksums of the la
 
 
 def find_cut(shard: Tensor) -> tuple[int, str] | None:
-    """Return a checksum of what `shard_sequence` has cut a shard of integers from, and the layout; None if not known.
+    """Return a checksum of the tensor that `shard_sequence` cut into this shard of integers, and the layout.
 
-    The host waits for the device. A copy of a shard is found by its values, unless these are all equal, or those of
-    shards of several tensors.
+    Return None if they are not known. The host waits for the device. A copy of a shard is found by its values, unless
+    all values are equal, or shards of several tensors have the same values.
     """
     if shard.dtype not in _INTEGERS or not shard.numel() or cuda_graphs.capturing(shard.device):
         return None
@@ -229,8 +229,8 @@ def find_cut(shard: Tensor) -> tuple[int, str] | None:
     if (shard == shard.flatten()[0]).all():
         return None
     mine = int(checksum_of_integers(shard))
-    found = {(int(whole), layout) for part, (whole, layout) in _last_cuts if int(part) == mine}
-    return found.pop() if len(found) == 1 else None
+    cuts = {(int(whole), layout) for part, (whole, layout) in _last_cuts if int(part) == mine}
+    return cuts.pop() if len(cuts) == 1 else None
 
 
 def unshard_sequence(
@@ -244,14 +244,16 @@ def unshard_sequence(
 ) -> Tensor:
     """All-gather the shards of a tensor and return it in full on every rank: the inverse of `shard_sequence`.
 
-    Differentiable; `gradient` says how, by the loss that the ranks compute from the result.
+    Differentiable. `gradient` must fit the loss that the ranks compute from the result.
 
     Args:
-        x, group, dim, layout, cu_seqlens: as `shard_sequence` returns and takes them; dtype and shape as on all ranks.
+        x: shard, as `shard_sequence` returns it; the same dtype and shape on all ranks.
+        group, dim, layout, cu_seqlens: as `shard_sequence`.
         gradient: "sum" if the objective is the sum of the ranks' losses: the gradient of a shard is the sum over ranks
-            of the gradients of the full tensor at its positions. "own" if every rank computes the same loss, of the
-            whole sequence: it is this rank's own gradient there. The gradients of the parameters are then to be summed
-            over the ranks; multiply the loss by cp_size for backends that average them.
+            of the gradients of the full tensor at its positions. "own" if every rank computes the same loss of the
+            whole sequence: the gradient of a shard is this rank's gradient of the full tensor at its positions. With
+            "own", sum the gradients of the parameters over the ranks; for backends that average them, multiply the loss
+            by cp_size.
     Returns:
         whole: as x, with seqlen tokens along `dim`, in position order.
     Raises:
@@ -299,14 +301,14 @@ def document_table(
     bidirectional: Tensor | None = None,
     global_tokens: Tensor | int | None = None,
 ) -> Tensor:
-    """Return documents that continue one another, as one tensor, the `cu_seqlens` of every function that takes them.
+    """Return documents that continue one another as one tensor, which functions accept as their `cu_seqlens`.
 
     Args:
         cu_seqlens: (num_documents + 1,), int32, bounds in the whole sequence.
         parents: (num_documents,), index of the document that each one continues, or -1; depth first.
-        bidirectional: (num_documents,), bool: queries of the document see all of it, also what follows them.
-        global_tokens: the first tokens of the path that queries see beyond any window: of all documents, or
-            (num_documents,), equal within a tree. If several documents continue one, all of it must be global, or none.
+        bidirectional: (num_documents,), bool, True if queries of the document also see its later keys.
+        global_tokens: how many first tokens of the path its queries see beyond any window: one number, or
+            (num_documents,), equal within a tree. If it is not 0, a document that several continue must be all global.
     Returns:
         table: (4, num_documents + 1), int32.
     """
@@ -333,7 +335,7 @@ def document_table(
 
 
 def read_documents(cu_seqlens: Tensor) -> Documents:
-    """Return the values of a tensor. One on a device is read once for all layers, since a read waits for the device."""
+    """Return the documents of a tensor. One on a GPU is read once for all layers, since reading waits for the GPU."""
     return _documents(cu_seqlens) if cu_seqlens.device.type == "cpu" else _documents_on_device(cu_seqlens)
 
 

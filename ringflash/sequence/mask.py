@@ -1,17 +1,17 @@
 """Mask in global coordinates: which keys of the whole sequence each query sees.
 
-Documents form trees. A document may *continue* an earlier one, its parent: its queries then also see the parent's
-keys, and all that those see. Without parents, documents see nothing of each other. The *path* of a document is the
-sequence that a reader of it has read: its ancestors, then the document itself.
+Documents form trees. A document may *continue* an earlier one, its parent: its queries then also see the keys of the
+parent and of the parent's ancestors. Documents without parents do not see each other. The *path* of a document consists
+of its ancestors, oldest first, and the document itself.
 
     prompt [0, 4), two answers [4, 7) and [7, 9) that continue it: cu_seqlens (0, 4, 7, 9), parents (-1, 0, 0)
     positions in the path: 0 1 2 3, 4 5 6, 4 5
 
-A sequence holds its trees depth first: all that continues a document, directly or not, follows it before anything else.
-So a key has an end, where its document's tree ends, and a query sees the keys of one interval whose end is after it
+Trees are stored depth first: all documents that continue a document, directly or not, follow it before any other. So a
+key has an end, the end of its document's tree, and a query sees those keys of one interval whose ends are after it
 (`ringflash_kernels.mask`). Windows count positions in the path. The first tokens of a path may be *global*: its queries
-see them beyond any window. A global key has the end of its document's tree; another one that of its window. So each of
-the latter must have its window in one path: no document that is not all global may have several continuations.
+see them beyond any window. A global key ends with its document's tree, any other key with its window. This window must
+be in one path. So in a tree with global tokens, a document that several others continue must be all global.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ringflash_kernels.mask import Region, band_of
 
 
 class Documents(NamedTuple):
-    """Documents of a sequence: bounds, and parents and directions if there are any; see `SequenceMask`.
+    """Documents of a sequence: bounds, and optionally parents, directions and global tokens; see `SequenceMask`.
 
     As a tensor (`document_table`) they are (4, num_documents + 1), int32: bounds; parents, then -1; 1 for documents
     whose queries see all of the document, then 0; and the number of global tokens of each document's path, then 0.
@@ -68,14 +68,14 @@ class Documents(NamedTuple):
 
     @property
     def are_plain(self) -> bool:
-        """True if none continues another, none is bidirectional and none has global tokens."""
+        """True if no document continues another, is bidirectional or has global tokens."""
         return self.parents is self.bidirectional is self.global_tokens is None
 
     def plain_bounds(self, user: str) -> tuple[int, ...]:
-        """Return the bounds of documents that are plain.
+        """Return the bounds, if all documents are plain.
 
         Args:
-            user: what can have only such documents.
+            user: name for the error of what supports plain documents only.
         Raises:
             NotImplementedError: they are not plain.
         """
@@ -88,12 +88,12 @@ class Documents(NamedTuple):
 
     @property
     def have_branches(self) -> bool:
-        """True if one continues a document that is not directly before it."""
+        """True if the parent of a document is not the previous document."""
         return any(parent not in (-1, index - 1) for index, parent in enumerate(self.parents or ()))
 
     @property
     def digest(self) -> str:
-        """The bounds if they are few and there is nothing else; otherwise their number and a checksum of everything."""
+        """Text that tells documents apart: a few plain bounds themselves, else their number and a checksum of all."""
         if self.are_plain and len(self.bounds) <= 8:
             return str(self.bounds)
         content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
@@ -108,9 +108,9 @@ class SequenceMask:
         seqlen: length of the whole sequence, tokens.
         window_size: (left, right), inclusive, -1 unlimited; `causal` means a right window of 0. Counted along the path.
         cu_seqlens: document bounds (0, ..., seqlen); a query sees only keys of its document's path.
-        parents: for each document, the index of the one that it continues, or -1.
-        bidirectional: for each document, whether its queries see all of it although `causal`.
-        global_tokens: for each document, the first tokens of its path that its queries see beyond the window.
+        parents: for each document, the index of the document that it continues, or -1.
+        bidirectional: for each document, True if its queries see all its keys in spite of `causal`.
+        global_tokens: for each document, how many first tokens of its path its queries see beyond the window.
     """
 
     seqlen: int
@@ -187,7 +187,7 @@ class SequenceMask:
         return *map(np.asarray, (self.bounds, *self._paths)), both, np.asarray(self.global_tokens or none)
 
     def path(self, document: int) -> list[Run]:
-        """Return the keys of a document's path, as few runs as possible; the last one ends with the document."""
+        """Return the keys of a document's path as the fewest runs; the last run ends with the document."""
         return self._paths.runs(document, self.bounds)
 
     @cached_property
@@ -197,7 +197,7 @@ class SequenceMask:
 
     @property
     def has_columns(self) -> bool:
-        """True if the queries that see the keys of a document are those of its tree, from the key's own on."""
+        """True if a key is seen by all queries of its document's tree from the key's position on."""
         return self.parents is not None and self.band[0] is None
 
     def document_of(self, position: int) -> int:
@@ -213,23 +213,23 @@ class SequenceMask:
             upper = None
         if lower is None:
             yield from (Region(first, last, run.start, run.stop) for run in ancestors)
-            found = [Region(first, last, own.start, own.stop, None, upper)]
+            regions = [Region(first, last, own.start, own.stop, None, upper)]
         else:
-            num_global, found = self.global_tokens[document] if self.global_tokens else 0, []
+            num_global, regions = self.global_tokens[document] if self.global_tokens else 0, []
             for run, last_seen in (*((run, None) for run in ancestors), (own, upper)):
                 edge = min(max(run.start, run.shift + num_global), run.stop)
                 if run.start < edge:
-                    found.append(Region(first, last, run.start, edge, None, last_seen))
-                if edge < run.stop:  # the shift turns a distance in the path into one of positions in the sequence
-                    found.append(Region(first, last, edge, run.stop, lower + run.shift - own.shift, last_seen))
-        yield from (region for x in found if (region := x.trimmed()) is not None)
+                    regions.append(Region(first, last, run.start, edge, None, last_seen))
+                if edge < run.stop:  # the shifts turn a distance in the path into one in the sequence
+                    regions.append(Region(first, last, edge, run.stop, lower + run.shift - own.shift, last_seen))
+        yield from (region for x in regions if (region := x.trimmed()) is not None)
 
     def visible_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the keys that at least one of the queries [start, stop) sees: disjoint intervals, ascending."""
         if self.parents is self.global_tokens is None:
             return [self._visible_range(start, stop)]
         documents = range(self.document_of(start), self.document_of(stop - 1) + 1)
-        if self.band[0] is None:  # what later documents see besides is in the same path, or in [start, stop)
+        if self.band[0] is None:  # all that later documents see is in the first one's path, or from `start` on
             *ancestors, own = self.path(documents[0])
             extends = self.bidirectional is not None and self.bidirectional[documents[-1]]
             last = self.bounds[documents[-1] + 1] if extends else stop
@@ -237,21 +237,21 @@ class SequenceMask:
         return self._ranges_in_window(np.asarray(documents), start, stop)
 
     def _ranges_in_window(self, documents: np.ndarray, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what the queries [start, stop), which are of these documents, see under a window."""
+        """Return the keys that the queries [start, stop), which belong to these documents, see under a window."""
         bounds, starts, links, shifts, both, num_global = self._arrays
         first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
         last = np.where(both[documents], bounds[documents + 1], last)
         reach = first + (self.band[0] or 0) - shifts[documents]  # in the path
-        found = []
+        ranges = []
         while len(documents):  # run by run from the end of the path, while the window reaches farther
             far, count = reach + shifts[documents], num_global[documents]
-            found.append((np.maximum(starts[documents], far), last))
+            ranges.append((np.maximum(starts[documents], far), last))
             if self.global_tokens:
-                found.append((starts[documents], np.minimum(last, shifts[documents] + count)))
+                ranges.append((starts[documents], np.minimum(last, shifts[documents] + count)))
             on = ((far < starts[documents]) | (count > 0)) & (links[documents] >= 0)
             documents, reach = links[documents[on]], reach[on]
             last = bounds[documents + 1]
-        begins, ends = (np.concatenate(side) for side in zip(*found, strict=True))
+        begins, ends = (np.concatenate(side) for side in zip(*ranges, strict=True))
         order = np.flatnonzero(begins < ends)
         order = order[np.argsort(begins[order])]
         begins, ends = begins[order], np.maximum.accumulate(ends[order])
@@ -287,7 +287,8 @@ def check_parents(
 ) -> None:
     """Raise ValueError unless parents describe trees, depth first, and each document has an entry.
 
-    Global tokens must be the first ones of each path, and all paths of a tree must branch among them.
+    All documents of a tree must have the same number of global tokens. Unless it is 0, a document that several others
+    continue must be all global.
     """
     given = (("parents", parents), ("bidirectional", bidirectional), ("global_tokens", global_tokens))
     for name, values in given:

@@ -19,7 +19,7 @@ class PaddedBatch(NamedTuple):
 
     Args:
         tokens, labels, position_ids: (batch, padded length); None if they were not given.
-        cu_seqlens: (num_documents + 1,), int32, or a table; the padding may be one document more. None if not given.
+        cu_seqlens: (num_documents + 1,), int32, or a table; the padding may add a document. None if not given.
     """
 
     tokens: Tensor
@@ -126,6 +126,6 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
 
 def _with_document(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return bounds, or a table, with a document at the end, which continues none and is causal."""
-    last = cu_seqlens[..., -1:].clone()  # the last column of a table says so
+    last = cu_seqlens[..., -1:].clone()  # the last column of a table has the values of such a document
     last[(0,) * last.dim()] += num_tokens
     return torch.cat([cu_seqlens, last], -1)

@@ -18,8 +18,8 @@ class Paths(NamedTuple):
     """Paths of documents.
 
     Args:
-        starts: for each document, the first key of the last run of its path, the run that ends with the document.
-        links: for each document, the one with which the previous run of its path ends; -1 without.
+        starts: for each document, the first key of the last run of its path: the run that ends with the document.
+        links: for each document, the document that ends the previous run of its path; -1 if there is none.
         shifts: for each document, position in the sequence minus position in its path.
     """
 
@@ -28,31 +28,31 @@ class Paths(NamedTuple):
     shifts: list[int]
 
     def runs(self, document: int, bounds: tuple[int, ...]) -> list[Run]:
-        """Return the runs of a document's path, in its order."""
-        found = []
+        """Return the runs of a document's path, in the order of the path."""
+        runs = []
         while document >= 0:
-            found.append(Run(self.starts[document], bounds[document + 1], self.shifts[document]))
+            runs.append(Run(self.starts[document], bounds[document + 1], self.shifts[document]))
             document = self.links[document]
-        return found[::-1]
+        return runs[::-1]
 
 
 @lru_cache(maxsize=8)
 def paths_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> Paths:
-    """Return the paths of documents that are depth first."""
+    """Return the paths of documents, which must be in depth-first order."""
     if parents is None:
         starts = list(bounds[:-1])
         return Paths(starts, [-1] * len(starts), starts)
-    found = Paths([], [], [])
+    paths = Paths([], [], [])
     for index, (start, parent) in enumerate(zip(bounds, parents, strict=False)):
         follows = parent >= 0 and parent == index - 1
-        found.starts.append(found.starts[parent] if follows else start)
-        found.links.append(found.links[parent] if follows else parent)
-        found.shifts.append(start - (bounds[parent + 1] - found.shifts[parent] if parent >= 0 else 0))
-    return found
+        paths.starts.append(paths.starts[parent] if follows else start)
+        paths.links.append(paths.links[parent] if follows else parent)
+        paths.shifts.append(start - (bounds[parent + 1] - paths.shifts[parent] if parent >= 0 else 0))
+    return paths
 
 
 def tree_ends(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> list[int]:
-    """Return for each document the position at which the tree that begins with it ends."""
+    """Return, for each document, the position at which the tree rooted at it ends."""
     ends = list(bounds[1:])
     for index, parent in reversed(list(enumerate(parents or ()))):
         if parent >= 0:

@@ -1,12 +1,12 @@
-"""Documents that continue one another, from what users have: rollouts that share prefixes, and spans of images.
+"""Documents that continue one another, made from rollouts that share prefixes, or from spans of images.
 
     rollouts   p q r s a b        packed      p q r   s a b   s c d e
                p q r s c d e      parents     (-1, 0, 0)
                                   positions   0 1 2   3 4 5   3 4 5 6
                                   labels      q r s   a b .   c d e .
 
-A token whose successors differ begins each document that continues it: so every row has one label, and every token of
-a rollout but the first is predicted.
+A token with several successors is packed once for each of them, as the first token of a document. So every row has one
+label, and every token of a rollout except the first is predicted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SharedPrefixes(NamedTuple):
         input_ids, position_ids: (1, num_tokens), int64.
         cu_seqlens: the documents, as `ringflash.document_table`.
         labels: (1, num_tokens), int64, the successor of each token, or -100 at the ends of sequences.
-        rows: for each sequence, the row of each of its tokens but the last, whose label is the next token.
+        rows: for each sequence, the rows of its tokens except the last. The label of a row is the next token.
     """
 
     input_ids: Tensor
@@ -40,11 +40,11 @@ class SharedPrefixes(NamedTuple):
     rows: tuple[Tensor, ...]
 
     def unpack(self, values: Tensor) -> list[Tensor]:
-        """Return the values of each sequence's tokens but the last, such as log-probabilities of the labels.
+        """Return, for each sequence, the values of its tokens except the last, such as log-probabilities of labels.
 
         Args:
-            values: (num_tokens,) or (1, num_tokens), also with padding after them. A gradient of the results is summed
-                over the sequences that share a row.
+            values: (num_tokens,) or (1, num_tokens), with or without padding after them. The gradient of a value is
+                the sum over the sequences that share its row.
         Raises:
             ValueError: values of another shape, such as a shard or logits.
         """
@@ -59,7 +59,7 @@ class SharedPrefixes(NamedTuple):
 
 
 def places_of(packed: SharedPrefixes, spans: Sequence[tuple[int, int]], num_tokens: int) -> Tensor:
-    """Return the packed row of each token of a flattened batch that has a next one, and -1 for others: (num_tokens,).
+    """Return the packed row of each token of a flattened batch, -1 for tokens without a next one: (num_tokens,).
 
     Args:
         spans: where each packed sequence begins and ends in the batch.
@@ -71,7 +71,7 @@ def places_of(packed: SharedPrefixes, spans: Sequence[tuple[int, int]], num_toke
 
 
 def values_at(values: Tensor, places: Tensor) -> Tensor:
-    """Return values of packed tokens in the batch of `places_of`, and 0 where there is none."""
+    """Return the packed values at the rows that `places_of` returned, and 0 for tokens without a row."""
     return values.flatten()[places.clamp(min=0)].masked_fill(places < 0, 0)
 
 
@@ -85,11 +85,11 @@ class _Node(NamedTuple):
 def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: int = 1) -> SharedPrefixes:
     """Pack sequences depth first, each common prefix once.
 
-    The largest tree comes first among those that continue one document: then the path of any document is at most
-    1 + log2(documents) pieces of the packed sequence. The result is the same on all ranks, and on the CPU.
+    Of the trees that continue a document, the largest is first. The path of any document then consists of at most
+    1 + log2(documents) pieces of the packed sequence. The result is on the CPU, and the same on all ranks.
 
     Args:
-        sequences: token ids, each of one token or more, of which equal ones are packed once.
+        sequences: token ids, each of one token or more. Equal sequences are packed once.
         min_shared: shorter common continuations are not shared. Short documents leave parts of kernels' tiles empty.
     Raises:
         ValueError: no sequences, or one that is empty, not 1-D or not of integers; min_shared below 1.
@@ -133,12 +133,12 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
 
 
 def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
-    """Return the documents, each after the one that it continues."""
+    """Return the documents, each after its parent."""
     nodes: list[_Node] = []
     groups = _by_token(ids, range(len(ids)), 0)
     todo = [(group, 0, 0, -1) for group in groups]
     while todo:
-        group, start, known, parent = todo.pop()  # they agree up to `known`, and are packed up to `start`
+        group, start, known, parent = todo.pop()  # its sequences agree up to `known`, and are packed up to `start`
         stop = _common(ids, group, known)
         longer = [member for member in group if len(ids[member]) > stop]
         ended = [member for member in group if len(ids[member]) == stop]  # these are equal
@@ -188,17 +188,17 @@ def _depth_first(nodes: list[_Node]) -> list[int]:
 
 
 def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Return the documents of a causal sequence with spans that are seen in both directions, as `document_table`.
+    """Return the documents of a causal sequence with bidirectional spans, as `document_table` does.
 
     Text and spans alternate, and each continues the previous one. The result is on the CPU.
 
     Args:
         block_sequence_ids: (seqlen,) or (1, seqlen), as transformers makes them of `token_type_ids`: -1 for text;
-            tokens of one number see one another.
+            tokens with the same number see one another.
         cu_seqlens: (num_documents + 1,), int32, bounds of packed documents.
     Raises:
         NotImplementedError: the tokens of one number are not neighbours, or are in several documents.
-        ValueError: several rows, bounds that do not end with them, or a mask, in which text would be a span.
+        ValueError: several rows; bounds that do not end at seqlen; or a mask, whose 0 for text would number a span.
     """
     ids = block_sequence_ids.cpu()
     if ids.dtype == torch.bool or ids.is_floating_point():
@@ -211,9 +211,9 @@ def span_documents(block_sequence_ids: Tensor, cu_seqlens: Tensor | None = None)
         raise ValueError(
             f"block_sequence_ids must be (seqlen,) or (1, seqlen), got {tuple(ids.shape)}; make a table of each row."
         )
-    given = (0, len(ids)) if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
-    check_cu_seqlens(given, len(ids))
-    bounds = torch.tensor(given, device="cpu")
+    packed_bounds = (0, len(ids)) if cu_seqlens is None else read_documents(cu_seqlens).plain_bounds("span_documents")
+    check_cu_seqlens(packed_bounds, len(ids))
+    bounds = torch.tensor(packed_bounds, device="cpu")
     changes = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
     cuts = torch.cat([bounds, changes]).unique()
     kinds = ids[cuts[:-1].long()]

@@ -66,5 +66,5 @@ class KeepAttentionAC(SelectiveAC):
 
 @override(target=SelectiveAC.Config, exact=True, description="the result of ring attention is saved")
 def keep_attention(config: SelectiveAC.Config) -> KeepAttentionAC.Config:
-    """Save the result of ring attention, as torchtitan saves that of flex attention, instead of computing it twice."""
+    """Save the result of ring attention instead of computing it twice, as torchtitan does for flex attention."""
     return derive(config, KeepAttentionAC.Config)

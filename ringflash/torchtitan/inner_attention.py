@@ -26,7 +26,7 @@ class RingInnerAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """Options of `ringflash.ring_attention`; those of flex attention have no effect."""
+        """Options of `ringflash.ring_attention`; options of flex attention have no effect."""
 
         impl: str = "auto"
         transport: str = "auto"
@@ -70,7 +70,7 @@ class RingInnerAttention(Module):
             out_transform: function of output and log-sum-exp, such as attention sinks.
         """
         self._check(attention_masks, score_mod, unknown)
-        # torchtitan's checker of types does not know the operator, as it does not know those of flex and varlen.
+        # torchtitan's checker of types knows neither this operator nor the operators of flex and varlen.
         with spmd.no_typecheck():
             out, lse = self._attend(q, k, v, attention_masks, scale, out_transform is not None)
         if spmd.is_type_checking():

@@ -39,7 +39,7 @@ ROUNDED: dict[str, Callable[[Observation], dict[str, Any]]] = {
 }
 _POSITIONED, _SCALARS = (LAYERS, LOGITS, LOSS_GRADIENT), (LOSS, EVALUATION)
 
-# Largest relative differences of FP8 from exact attention. That of the gradients is the limit for one layer's attention
+# Largest relative differences of FP8 from exact attention. The limit of the gradients is for the attention of one layer
 # with outliers; models that trained had 3 to 5% (docs/fp8.md).
 FP8_LOSS, FP8_GRADIENTS = 0.01, 0.12
 
@@ -130,7 +130,7 @@ def errors_of(baseline: Observation, runs: Runs) -> Errors:
 def check_beside_exact(runs: Runs) -> list[Check]:
     """Compare loss and gradients of FP8 over the ring with exact attention, by `FP8_LOSS` and `FP8_GRADIENTS`.
 
-    The other checks judge FP8 by twice its own error on one device, which the baseline has.
+    The other checks allow FP8 twice the error of the baseline, which uses FP8 on one device.
     """
     got, want = runs.got, runs.want
     names = [name for name in want.gradients if name in got.gradients]
@@ -180,7 +180,7 @@ def _by_position(name: str, runs: Runs) -> Check:
 
 
 def _by_name(name: str, runs: Runs) -> Check:
-    """Compare scalars or whole tensors, of which each that is missing at cp=N has failed.
+    """Compare scalars or whole tensors; one that is missing at cp=N has failed.
 
     Scalars have the usual relative error of the last layer's output.
     """

@@ -149,7 +149,7 @@ def _norm(x: Tensor) -> float:
 
 
 def _value_hint(what: str, got: float | None, want: float, sharded: ShardedPositions) -> str:
-    """Name the mistake of a loss of which only the value is known; None if there is none at cp=N."""
+    """Name the mistake in a loss from its value only; `got` is None if cp=N reports no loss."""
     if got is None:
         return f"{what} is not reported at cp=N."
     return _scale_hint(what, got / want if want else float("inf"), sharded.cp_size)

@@ -1,6 +1,6 @@
 """Verification of a LightningModule: Lightning's Trainer takes the step, with `ContextParallelStrategy`.
 
-cp=1 uses the same number of ranks; each of them trains on the whole sequence, the same on all ranks.
+cp=1 uses the same number of ranks, which all train on the same whole sequence.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _SessionCallback(lightning.Callback):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the sequence; None if each has all of it."""
+        """The ranks that share the sequence; None if each rank has the whole sequence."""
         return self.strategy.cp_group if self.strategy.cp_size > 1 else None
 
     def data(self) -> Data:

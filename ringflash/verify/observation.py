@@ -37,7 +37,7 @@ class Observation:
         loss_gradient: gradient of the training loss at the last layer's output.
         disagreement: names of the parameters whose averaged gradient differs between ranks.
         stepped: parameters and persistent buffers after the step.
-        apart_before, apart_after: names of those that differ between ranks, before and after the step.
+        apart_before, apart_after: names of the tensors that differ between ranks, before and after the step.
     """
 
     weights: Tensors = field(default_factory=dict)
@@ -82,12 +82,12 @@ class Observation:
 def build(
     factory: Factory, group: dist.ProcessGroup | None, dtype: torch.dtype, device: torch.device, weights: Tensors | None
 ) -> Training:
-    """Build the model on its device with parameters of `dtype`; buffers, such as RoPE's frequencies, keep theirs.
+    """Build the model on its device with parameters of `dtype`; buffers, such as RoPE's frequencies, keep their dtype.
 
     In fp64 attention is exact, also if the model attends in FP8.
 
     Args:
-        weights: values of the parameters; None keeps those of the factory.
+        weights: values of the parameters; None keeps the factory's values.
     """
     training = factory(group)
     if dtype == torch.float64:

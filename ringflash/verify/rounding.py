@@ -1,8 +1,8 @@
 """Further baselines for float32, in which correct rounding may exceed twice the error of a single baseline.
 
 The error of a run is its roundings, amplified by the model. Trained weights amplify the roundings of a few tokens far
-more than those of others. The largest error of a chunk is then the error of one token: a random number, of which the
-baseline is one sample and cp=N another. Twice one sample is no bound: of two independent normal numbers, one exceeds
+more than others. The largest error of a chunk is then the error of one token, which is a random number: the baseline is
+one sample, and cp=N another. Twice one sample is no bound: of two independent normal numbers, one exceeds
 twice the other in 30% of cases. So if cp=N exceeds its budget a little, further baselines are drawn until it does not,
 up to `MOST_BASELINES`. The budget is twice the largest error of all baselines, which a normal number exceeds in 1 of
 7,000 cases.
@@ -49,7 +49,7 @@ def rounding_hint(checks: Iterable[Check], eps: float) -> str:
 
 
 def round_again(weights: Tensors, seed: int) -> Tensors:
-    """Return weights of which one in twelve, drawn at random, is its neighbour above or below."""
+    """Return weights with one in twelve, drawn at random, replaced by the next number above or below."""
     generator = torch.Generator("cpu").manual_seed(seed)
     rounded = {}
     for name, weight in weights.items():

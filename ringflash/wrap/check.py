@@ -90,9 +90,9 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     for draw in range(len(RANDOM_SIZES)):
         traces = (_Trace(state, random_after=plain, draw=draw) for plain in (ring, whole))
         ring_drawn, whole_drawn = _both(module, state, run, *traces)
-        found = gather(group, ring_drawn.loss)
+        drawn_losses = gather(group, ring_drawn.loss)
         if whole_drawn.loss is not None and math.isfinite(whole_drawn.loss):
-            losses.compare(found, whole_drawn.loss, min(bound, RANDOM_BOUND), group)
+            losses.compare(drawn_losses, whole_drawn.loss, min(bound, RANDOM_BOUND), group)
 
 
 @dataclass
@@ -110,10 +110,10 @@ class _Losses:
 
     def compare(self, losses: list[float | None], whole: float | None, bound: float, group: Group) -> None:
         """Raise ValueError on every rank for another loss; later runs must have one of the shares that fit now."""
-        found, error = [x for x in losses if x is not None], None
-        if whole is None or len(found) < len(losses):
+        present, error = [x for x in losses if x is not None], None
+        if whole is None or len(present) < len(losses):
             return
-        mean = sum(found) / len(found)
+        mean = sum(present) / len(present)
         fitting = [x for x in self.shares if mean == x * whole or abs(mean - x * whole) <= bound * abs(x * whole)]
         if math.isnan(whole):
             error = ValueError(f"{self.name} must be a number, got nan for the whole sequence; check labels and mask.")
@@ -205,7 +205,7 @@ class _Trace:
     def _random(self, x: Tensor, before: _Trace) -> Tensor:
         """Return waves of random phases along the features, of a random phase and size for each position.
 
-        Sizes are from 1 to that of `RANDOM_SIZES`, so that the losses of tokens differ more than any rounding.
+        Sizes are from 1 to an entry of `RANDOM_SIZES`, so that the losses of tokens differ more than any rounding.
         """
         if not x.is_floating_point() or x.dim() < 2 or tuple(x.shape[:2]) not in before.lengths:
             return x

@@ -290,7 +290,7 @@ def _find_cuts(given: tuple[Any, ...]) -> list[tuple[int, str]]:
 
 
 def _intercepted(cls: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Return a method that runs that of a class, as it is at the call, inside an interception."""
+    """Return a method that runs the present method of the class inside an interception."""
 
     @functools.wraps(getattr(cls, name))
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ ALLOCATIONS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Recorder of one call: of torch's operators as a dispatch mode, of the rest as lanes and launchers report it.
+    """Recorder of one call. It sees torch's operators as a dispatch mode; lanes and launchers report the rest.
 
     Attributes:
         problems: why the call cannot be repeated; empty: it can.
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def finish(self, results: tuple[Tensor, ...]) -> tuple[list[Step], list[int]]:
-        """Return the steps of a repetition, and the slots of the results; none of either if it cannot be repeated."""
+        """Return the steps of a repetition, and the slots of the results; both empty if the call cannot be repeated."""
         self._drop_freed()
         slots = [self.slots.of_result(x) for x in results]
         if self.problems:
@@ -112,21 +112,21 @@ class Recorder(TorchDispatchMode):
             result = work(*args)
         finally:
             self._paused = False
-        found = [self._made[id(x)][1] if id(x) in self._made else OF_EACH_CALL.get(type(x)) for x in args]
-        own = [(place, index) for place, index in enumerate(found) if index is not None]
-        self._seen_by_host |= {index for _, index in own if index >= 0}
-        template = [x if index is None else None for x, index in zip(args, found, strict=True)]
+        indices = [self._made[id(x)][1] if id(x) in self._made else OF_EACH_CALL.get(type(x)) for x in args]
+        replaced = [(place, index) for place, index in enumerate(indices) if index is not None]
+        self._seen_by_host |= {index for _, index in replaced if index >= 0}
+        template = [x if index is None else None for x, index in zip(args, indices, strict=True)]
 
         def again(now: Repetition) -> Any:
-            given = template.copy()
-            for place, index in own:
-                given[place] = now.own[index]
-            return work(*given)
+            arguments = template.copy()
+            for place, index in replaced:
+                arguments[place] = now.own[index]
+            return work(*arguments)
 
-        return result, again if own else lambda now: work(*args)
+        return result, again if replaced else lambda now: work(*args)
 
     def _record_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Record an operator that is no view; one that writes to no element of a tensor is left out."""
+        """Record an operator that is no view. Leave it out if it writes to no element of a tensor."""
         tensors = [(place, x) for place, x in enumerate(args) if isinstance(x, Tensor)]
         in_place = isinstance(out, Tensor) and bool(tensors) and out is tensors[0][1]
         if in_place and not out.numel():

@@ -16,8 +16,8 @@ from ringflash.attention.recording.steps import Tensors
 class Slots:
     """The *slots* of a call: its inputs, then its allocations. A tensor is addressed by a slot and an offset in bytes.
 
-    All other tensors belong to the group or the mask, and keep their address as long as the tape, which is dropped with
-    the areas.
+    All other tensors belong to the group or the mask. They keep their addresses as long as the tape exists, which is
+    dropped with the areas.
 
     Args:
         give_up: called with the reason if the call cannot be repeated.
@@ -49,21 +49,21 @@ class Slots:
         return storage not in self._allocated and storage not in self._input_storages
 
     def add(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """Give a new tensor, of a stream's memory, the next slot."""
+        """Give the next slot to a new tensor, whose memory belongs to a stream."""
         storage = x.untyped_storage()
         self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage), stream
         self._addresses.append(x.data_ptr())
         self._dtypes.append(x.dtype)
 
     def freed(self) -> Iterator[tuple[int, torch.cuda.Stream]]:
-        """Yield slot and stream of what was freed since this was last asked."""
+        """Yield slot and stream of each tensor that was freed since the previous call of this method."""
         for storage, (slot, alive, stream) in list(self._allocated.items()):
             if alive.expired():
                 del self._allocated[storage]
                 yield slot, stream
 
     def place(self, x: Tensor) -> tuple[int | None, int]:
-        """Return the slot of a tensor and its offset there; without a slot its address."""
+        """Return the slot of a tensor and its offset there; None and its address if it has no slot."""
         storage = x.untyped_storage()._cdata
         if not x.numel():
             return None, 0
@@ -79,7 +79,7 @@ class Slots:
         return slot, x.data_ptr() - self._addresses[slot]
 
     def has_dtype(self, slot: int, x: Tensor) -> bool:
-        """True if a tensor has the dtype of that of its slot."""
+        """True if a tensor has the dtype of the tensor of its slot."""
         return x.dtype == self._dtypes[slot]
 
     def of_result(self, x: Tensor) -> int:

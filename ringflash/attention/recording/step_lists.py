@@ -1,8 +1,8 @@
 """The steps of a recorded call as a repetition makes them: one by one or, with the driver, in lists of commands.
 
-A list ends at other work of torch, and where a stream allocates memory after it freed some, which torch may give it
-again. Other allocations precede the list in which they fall. Work of the host follows it, and so do steps that free
-memory.
+A list ends at other work of torch. It also ends if a stream allocates memory after it has freed some, since torch may
+give it the same memory again. Other allocations are moved before their list. Work of the host and steps that free
+memory are moved after it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecordedStep(NamedTuple):
     """A step of the recorded call.
 
     Args:
-        stream: stream that must be current, or None if any may be; of a DROP the one whose memory is freed.
+        stream: stream that must be current; None if any may be. For a DROP: the stream whose memory is freed.
         commands: commands of the driver that do the same as `step`, or None.
     """
 
@@ -81,7 +81,7 @@ def repeated_steps(
         seen_by_host: indices of events that the host queries. All calls share one CUDA event for each of the others.
         current: the stream on which the repetition begins.
     """
-    # Only streams wait for the others. A wait is for the last record before it, so one event serves all calls.
+    # Only streams wait for other events. A wait is for the last record before it, so one event serves all calls.
     records = [x for x in recorded if isinstance(x, RecordedEvent) and not x.waits]
     shared = {x.event: new_event(x.stream) for x in records if x.event not in seen_by_host}
     cuda_driver = driver()
@@ -97,7 +97,7 @@ def _in_lists(
     areas: Lanes,
     current: torch.cuda.Stream,
 ) -> Iterator[Step]:
-    """Yield the steps of a repetition, with as many commands in one list as may be.
+    """Yield the steps of a repetition, with as many commands in each list as possible.
 
     Args:
         shared: events that serve all calls, by index.

@@ -28,7 +28,7 @@ class Repetition:
         tensors: by slot: the call's inputs, then its allocations; None once freed.
         addresses: addresses of these; 0 without a tensor.
         own: events that it has recorded, and results of `run_on_host`, by index; then the watched call and the number.
-        values: handles or addresses of these, for commands.
+        values: handles of these events and addresses of these results, for commands.
     """
 
     __slots__ = ("addresses", "own", "tensors", "values")
@@ -50,10 +50,10 @@ Step = Callable[[Repetition], None]
 
 
 def view_of(x: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
-    """Return the function that takes of a slot's tensor the view that x is of it.
+    """Return a function that makes, from the tensor of a slot, the view of it that x is.
 
     Args:
-        offset: bytes from the address of the slot's tensor to that of x.
+        offset: bytes from the address of the slot's tensor to the address of x.
     """
     shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
     first = offset // dtype.itemsize

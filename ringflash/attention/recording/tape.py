@@ -26,7 +26,7 @@ from ringflash.comm.wait_timer import measuring
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 from ringflash_kernels.api import launches_are_traced, observed_launches
 
-_CALLS = 4  # of a form, after which it is no longer recorded
+_CALLS = 4  # after this number of calls, a form is no longer recorded
 
 
 class Tape:
@@ -46,8 +46,8 @@ class Tape:
     def record(self, areas: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Make a call by `issue(tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
         self.calls += 1
-        given = [id(x) for x in tensors if x is not None]
-        if not 1 < self.calls <= _CALLS or len(set(given)) < len(given):  # one tensor that is given twice
+        ids = [id(x) for x in tensors if x is not None]
+        if not 1 < self.calls <= _CALLS or len(set(ids)) < len(ids):  # a tensor is given twice
             return issue(tensors)
         recorder = areas.recorder = Recorder(areas, tensors)
         try:
@@ -78,7 +78,7 @@ class Tape:
 def form_of(tensors: Tensors) -> Hashable:
     """Return the part of a tape's key that its tensors decide: shapes, strides, dtypes, and addresses modulo 16.
 
-    Kernels are compiled for tensors at multiples of 16 bytes, or for others.
+    Kernels are compiled separately for addresses that are multiples of 16 bytes.
     """
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
 

@@ -16,18 +16,18 @@ from ringflash.comm.agreement import gather
 from ringflash.comm.comparison import checksum, gather_values
 from ringflash.comm.group import Group, resolve
 
-INTERVAL = 16  # training forwards from one comparison to the next, after as many that are all compared
+INTERVAL = 16  # the first 16 training forwards are compared, then every 16th
 
 
 class ChangedBuffers:
-    """Persistent buffers of a module that its training forwards change; others are caches or a rank's own counts."""
+    """Persistent buffers of a module that its training forwards change. Other buffers may differ between ranks."""
 
     def __init__(self) -> None:
         self._num_forwards = 0
         self._before: dict[str, tuple[Tensor, int]] | None = None
 
     def begin(self, module: nn.Module, _: Group = None) -> None:
-        """Note the buffers at the start of a training forward, if this one will be compared."""
+        """Note the buffers at the start of a training forward, if they will be compared at its end."""
         self._num_forwards += 1
         due = self._num_forwards <= INTERVAL or self._num_forwards % INTERVAL == 0
         self._before = {name: (x, x._version) for name, x in persistent_buffers(module)} if due else None
@@ -52,7 +52,7 @@ class ChangedBuffers:
         everywhere = sorted({name for names in gather_values(resolved, changed) for name in names})
         mine = [checksum(now[name]) if name in now else None for name in everywhere]
         of_ranks = zip(*gather_values(resolved, mine), strict=True)
-        unequal = [name for name, found in zip(everywhere, of_ranks, strict=True) if len(set(found)) > 1]
+        unequal = [name for name, checksums in zip(everywhere, of_ranks, strict=True) if len(set(checksums)) > 1]
         if unequal:
             raise ValueError(
                 "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
@@ -64,7 +64,7 @@ class ChangedBuffers:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a checkpoint holds, by name, those of shared layers once."""
+    """Yield the buffers that a checkpoint holds, by name; the buffers of a shared layer once."""
     for prefix, layer in module.named_modules():
         for name, x in layer._buffers.items():
             if x is not None and name not in layer._non_persistent_buffers_set and not x.is_meta:

@@ -1,14 +1,14 @@
-"""FSDP2 units of which ranks use different parameters: lists of experts, modalities, layers that some tokens leave out.
+"""FSDP2 units whose parameters not every rank uses: lists of experts, modalities, layers that some tokens skip.
 
-FSDP2 packs the gradients that a rank has. If ranks lack different ones, its reduce-scatter adds gradients of different
-parameters to one another; if they call units in different orders, its all-gathers pair different units. Both without
+FSDP2 packs the gradients that a rank has. If ranks lack different gradients, its reduce-scatter adds gradients of
+different parameters. If ranks call units in different orders, its all-gathers combine different units. Neither raises
 an error. So, on all ranks of a group:
 
-    all-gather of a unit  the ranks compare its name first: on CPUs always, on GPUs unless what came before it was
-                          always followed by it
-    its reduce-scatter    the same; parameters without a gradient get zeros
-    end of a backward     the ranks compare the order of all units; zeros of parameters that no rank used are dropped
-                          again, since optimizers leave out parameters without a gradient
+    all-gather of a unit  the ranks first compare its name: on CPUs always, on GPUs unless it has always followed the
+                          previous call
+    its reduce-scatter    the same comparison; parameters without a gradient get zeros
+    end of a backward     the ranks compare the order of all units; zeros of parameters that no rank used are removed,
+                          since optimizers skip parameters without a gradient
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _REMEDY = (
 def align_units(module: nn.Module, group: Group) -> None:
     """Let ranks use different parameters inside an FSDP2 unit, and refuse ranks that call different units.
 
-    Gradients are then those of one process: a parameter that only some ranks have used is averaged with zeros, and one
-    that no rank has used keeps no gradient. Wrapped modules, transformers models and Lightning's strategy do this
-    themselves, unless the mesh has two dims and not all ranks.
+    Gradients then equal those of one process: a parameter that only some ranks have used is averaged with zeros, and a
+    parameter that no rank has used keeps no gradient. Wrapped modules, transformers models and Lightning's strategy do
+    this themselves, except on a 2-D mesh that lacks some ranks.
 
     Args:
         module: sharded by `fully_shard`; call this before the first forward.
@@ -54,7 +54,7 @@ def align_units(module: nn.Module, group: Group) -> None:
 def align_during_forward(module: nn.Module) -> None:
     """Align the units in and around a module, which is in a forward, unless they are aligned already.
 
-    The group has the ranks of the units' mesh. A mesh of two dims without all ranks has no such group: it is left out.
+    The group has the ranks of the units' mesh. A 2-D mesh that lacks some ranks has no such group: it is left out.
     """
     orders: dict[Any, UnitOrder] = {}
     for unit in _outermost_units(module):
@@ -78,13 +78,13 @@ def _outermost_units(module: nn.Module) -> list[Any]:
 
 
 class UnitOrder(CallOrder):
-    """The order in which units are called and reduced, of one or more outermost FSDP2 modules."""
+    """Order in which the units of one or more outermost FSDP2 modules are called and reduced."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group, "FSDP2 unit", _REMEDY)
         self._num_modules = 0
         self.labels: dict[str, Any] = {}  # states of the units, by their names in errors
-        self._ran: set[str] = set()  # units with a forward for the next backwards
+        self._ran: set[str] = set()  # units that have run a forward for the next backwards
         self._has_reduced = False  # since the last forward
         self._used: dict[Any, bool] = {}  # reduced parameters: True if this rank or an earlier backward had a gradient
 
@@ -106,26 +106,26 @@ class UnitOrder(CallOrder):
         self._num_modules += 1
 
     def note_forward(self, label: str) -> None:
-        """Note a forward, by which a unit takes part in the next backwards."""
+        """Note that a unit has run a forward, and so takes part in the next backwards."""
         if not torch.is_grad_enabled():
             return
-        if self._has_reduced and torch._C._current_graph_task_id() == -1:  # not that of a checkpoint, in a backward
+        if self._has_reduced and torch._C._current_graph_task_id() == -1:  # not a recomputation inside a backward
             self._ran, self._has_reduced = set(), False
         self._ran.add(label)
 
     def gather(self, label: str, part: Any) -> None:
-        """Compare a unit that is about to be gathered, if it is not."""
+        """Compare a unit before its all-gather; do nothing if it is gathered already."""
         if not part.is_unsharded and part._all_gather_result is None:
             self.enter(label, part.device.type)
 
     def reduce(self, label: str, part: Any) -> None:
-        """Give parameters of a unit zeros for gradients that this rank lacks, before they are reduced."""
+        """Give zeros to parameters of a unit that have no gradient on this rank, before the reduce-scatter."""
         gathered = [x for x in part.fsdp_params if hasattr(x, "_unsharded_param")]
         trained = [x for x in gathered if x._unsharded_param.requires_grad]
         if label not in self._ran or not part.reduce_grads or not trained:
             return
         self.enter(f"gradients of {label}", part.device.type)
-        # what earlier backwards have left unreduced; from torch 2.15 on that is in the parameter's grad
+        # gradients that earlier backwards have left unreduced; from torch 2.15 on they are in the parameter's grad
         kept = [vars(x).get("unsharded_accumulated_grad") for x in trained]
         for x, accumulated in zip(trained, kept, strict=True):
             used = accumulated is not None or x._unsharded_param.grad is not None
@@ -135,7 +135,7 @@ class UnitOrder(CallOrder):
             if all(y is None for y in kept):
                 dtype = getattr(x._unsharded_param, "grad_dtype", None)
                 x._unsharded_param.grad = torch.zeros_like(x._unsharded_param, dtype=dtype)
-            else:  # in the dtype of those
+            else:  # in the dtype of accumulated gradients
                 x.unsharded_accumulated_grad = torch.zeros_like(x._unsharded_param, dtype=part._reduce_dtype)
 
     def _end(self) -> None:
@@ -162,7 +162,7 @@ def _note_forward(order: UnitOrder, label: str, *_: Any) -> None:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters of a unit, which torch 2.13 may have several of."""
+    """Return a unit's groups of parameters; torch 2.13 may make several."""
     one = getattr(state, "_fsdp_param_group", None)
     return list(getattr(state, "_fsdp_param_groups", [] if one is None else [one]))
 

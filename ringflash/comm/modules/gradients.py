@@ -20,12 +20,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     """Average gradients over the ranks of a group, in place; all ranks call this together, after a backward.
 
     A rank that has not used a parameter, for example an expert for which it had no tokens, adds zeros. A parameter that
-    no rank has used keeps no gradient, as in one process. One with `parameter.allreduce = False`, which other ranks do
+    no rank has used keeps no gradient, as in one process. A parameter with `allreduce = False`, which other ranks do
     not have, is only divided by the number of ranks.
 
     Args:
         parameters: the same on all ranks, in one order, such as `module.parameters()`.
-        group: ranks over which the loss is averaged: of a ring, or of all rings.
+        group: ranks over which the loss is averaged: the ranks of a ring, or of all rings.
     Raises:
         ValueError: parameters that differ between the ranks, on every rank; compared in the calls 1, 2, 4, 8, ...
     """
@@ -43,14 +43,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
             parameter.grad /= group.size()
 
 
-_averaged = WeakIdKeyDictionary()  # first parameter of those that are averaged, and their comparison
+_averaged = WeakIdKeyDictionary()  # from the first of the averaged parameters to their comparison
 
 
 class FilledGradients:
     """Zeros for parameters of a module that only other ranks of a ring have used in a backward.
 
     Many loops all-reduce the gradients that exist (`if p.grad is not None`). If ranks had gradients of different
-    parameters, these would be added to one another. FSDP2 has its own gradients (`align_units`).
+    parameters, the all-reduce would add these. For FSDP2 see `align_units`.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class FilledGradients:
                 torch.autograd.Variable._execution_engine.queue_callback(end)
 
         def end() -> None:
-            """Fill gradients that other ranks have and this one lacks with zeros, after each backward."""
+            """Give zeros to parameters whose gradient only other ranks have, after each backward."""
             assert group is not None
-            # Without the DTensors of FSDP2; the import of their class takes longer than torch's.
+            # Without FSDP2's DTensors, known by an attribute: importing their class takes longer than importing torch.
             trained = (x for x in module.parameters() if x.requires_grad and is_shared(x))
             parameters = [x for x in trained if not hasattr(x, "device_mesh")]
             used = bytes(x.grad is not None for x in parameters)

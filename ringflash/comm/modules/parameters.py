@@ -1,7 +1,7 @@
 """Comparison of parameters, which must be equal on the ranks of a ring.
 
 Ranks that were initialised by different seeds, or whose gradients are not averaged over the ring, have different
-models. Attention would mix the keys of all of them, without an error.
+models. Attention would mix the keys of different models, without an error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from ringflash.comm.comparison import gather_values
 
 
 class EqualParameters:
-    """Parameters that every rank of a ring has, whole or as equal shards; not those that FSDP or ZeRO-3 shards over it.
+    """Parameters that every rank of a ring has, whole or as equal shards; not what FSDP or ZeRO-3 shards over the ring.
 
-    They are compared in the forwards (or other uses) 1, 2, 4, 8, ... with gradients, and in those without.
+    They are compared in the forwards (or other uses) 1, 2, 4, 8, ...; those with gradients and those without are
+    counted separately.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class EqualParameters:
         """Compare the values at the start of a forward; all ranks of the ring call this together.
 
         Args:
-            cuts: returns a checksum of the whole sequence, and the layout, of each shard for which these are known.
+            cuts: returns, for each shard whose cut is known, a checksum of the whole sequence and the layout.
             layout: layout of the module's attention.
         Raises:
             ValueError: a parameter or a sequence differs between ranks, or a shard has another layout; on every rank.
@@ -88,7 +89,7 @@ class EqualParameters:
         checksums, cuts_of_ranks = zip(*gather(group, [self.checksum, cuts()[:8]]), strict=True)
         if len(set(checksums)) > 1:
             self.raise_for(group)
-        if other := {found for of_rank in cuts_of_ranks for _, found in of_rank} - {layout}:
+        if other := {cut_layout for of_rank in cuts_of_ranks for _, cut_layout in of_rank} - {layout}:
             raise ValueError(
                 f"shards must be cut by the layout of the module's attention, {layout!r}, got {sorted(other)}; give "
                 "wrap_attention, shard_sequence and local_positions one layout."
@@ -103,7 +104,7 @@ class EqualParameters:
 
 
 def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters by name, without those inside a unit of FSDP1, but with what the unit around it has gathered."""
+    """Yield parameters by name: not those inside FSDP1 units, but what a unit around this module has gathered."""
     yield from module.named_parameters(prefix, recurse=False)
     for name, x in vars(module).items():
         if isinstance(x, Tensor) and getattr(x._base, "_is_flat_param", False):
@@ -114,9 +115,9 @@ def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
 
 
 def _value(x: Tensor, group: dist.ProcessGroup) -> Tensor | None:
-    """Return what all ranks of a ring have of a parameter: all of it, or a shard if a mesh of other ranks shards it.
+    """Return the part of a parameter that all ranks of a ring have: the whole, or a shard over a mesh of other ranks.
 
-    None for quantized parameters, shards over the ring, those of ZeRO-3, and what is meant to differ.
+    Return None for quantized parameters, for shards over the ring or by ZeRO-3, and for what is meant to differ.
     """
     if hasattr(x, "device_mesh"):
         shared = {*dist.get_process_group_ranks(group)}.intersection(x.device_mesh.mesh.flatten().tolist())
@@ -135,6 +136,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """Return a checksum, an int64 scalar. A sum in another dtype than the summands' would make a copy of these."""
+    """Return a checksum, an int64 scalar. The sum has the dtype of the bits: any other would copy the tensor."""
     bits = _BITS.get(x.dtype.itemsize, torch.int64)
     return x.detach().reshape(-1).view(bits).sum(dtype=bits).long()

@@ -1,7 +1,7 @@
-"""Named memory areas of a group, whose contents travel between ranks: what the copy engine and messages have in common.
+"""Interface of the copy engine and of message transports: named memory areas whose contents travel between ranks.
 
     reserve      every rank allocates an area of the same size
-    barrier      on the stream: work that any rank issued before it precedes work that any rank issues after it
+    barrier      order the streams of all ranks: work issued before it on any rank precedes work issued after it
     run_in_lane  run work on a separate stream
 
 `CopyEngine` copies from areas of other ranks, which it maps. `NcclGather` and `GlooGather` send messages, which order
@@ -41,8 +41,8 @@ class Outgoing(NamedTuple):
 class JoinAfterError:
     """Context that makes the caller's stream wait for all lanes after an error.
 
-    After an error, such as out of memory, lanes may still write to memory that the caller is about to free, or to a
-    buffer that the next call uses too, even a call of another group.
+    After an error, such as out of memory, lanes may still write to memory that the caller is about to free. They may
+    also write to a buffer that the next call uses, even a call of another group.
     """
 
     def __init__(self, areas: GroupAreas) -> None:
@@ -84,11 +84,11 @@ class GroupAreas(Protocol):
     ) -> Callable[[], None]:
         """Return a function that performs these transfers on the current stream.
 
-        Any two ranks must list their transfers in the same order.
+        Two ranks must list the transfers between them in the same order.
         """
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """Return the cached result of `make` for this key; made again if one of its areas has grown."""
+        """Return the result of `make` for this key, cached until one of these areas grows."""
 
     def barrier(self, channel: int) -> None:
         """Order the current streams of all ranks. Barriers of one channel must not overlap."""
@@ -102,19 +102,19 @@ class GroupAreas(Protocol):
     def run(self, work: Callable[..., None], *args: Any, commands: Commands | None = None) -> None:
         """Run `work(*args)`, which uses the current stream.
 
-        If the call is recorded, a repetition runs it again, with its own number, watched call, markers and results of
-        `run_on_host`; or it issues commands that do the same.
+        If the call is recorded, each repetition runs `work` again, or issues commands that do the same. A repetition
+        has its own call number, watched call, markers and results of `run_on_host`.
 
         Args:
-            commands: function of a stream, and of a function that finds the index of a result of `run_on_host`; returns
-                these commands. None, or if it returns None: there are none.
+            commands: returns these commands. Its arguments are a stream, and a function that finds the index of a
+                result of `run_on_host`. There are no commands if it is None or returns None.
         """
 
     def run_on_host(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work(*args)` as `run` does, but without using the device, and return its result."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which the caller's stream stays current, except in lanes: torch is asked for it once."""
+        """Return a context that asks torch for the current stream once; inside it only lanes change the stream."""
 
     def run_in_lane(
         self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False

@@ -49,7 +49,7 @@ def drop_with_growth(views: Views) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Synchronise the device, since freed memory may be reused on another stream than the one that still reads it."""
+    """Synchronise the device before memory is freed, since another stream may reuse memory that one still reads."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

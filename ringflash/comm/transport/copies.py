@@ -32,7 +32,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Copies:
-    """Copies without an order among them, prepared once and run repeatedly.
+    """Copies that may run in any order, prepared once and run repeatedly.
 
     Args:
         pairs: target and source of each copy, contiguous and of equal size, at fixed addresses.
@@ -59,7 +59,7 @@ class Copies:
                 target.copy_(source, non_blocking=True)
 
     def commands(self, stream: int) -> list[Command]:
-        """Return the copies as commands for the driver, in one if they last were."""
+        """Return the copies as driver commands: one command if the last run was one driver call, else one a copy."""
         if self._in_one_call:
             return [copies_command(stream, _driver_batch(), self._arrays, _ATTRIBUTES, _FROM_THE_FIRST)]
         return [copy_command(stream, *one) for one in zip(*self._arrays, strict=True)]

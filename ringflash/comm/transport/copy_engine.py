@@ -23,7 +23,7 @@ from ringflash.comm.transport.copies import Copies
 from ringflash.comm.transport.lanes import Lanes, T
 from ringflash.comm.transport.store_exchanges import StoreExchangeCount
 
-_PAD_BYTES = 16  # the least that torch allocates, beside a pad of signals
+_PAD_BYTES = 16  # torch's smallest allocation; it adds a pad of signals to each
 
 
 class NoCopyEngine(RuntimeError):
@@ -39,17 +39,17 @@ class CopyEngine(Lanes):
 
     Args:
         group: creating the memory and growing its areas are collective calls of this group.
-        timeout_ms: limit after which the kernel that waits in a barrier traps.
-        split: the ranks of each host share memory, those of different hosts none. Default: all ranks share it.
+        timeout_ms: time after which a kernel that waits in a barrier traps.
+        split: hosts of the ranks; only ranks of the same host share memory. Default: all ranks share it.
     Raises:
-        OutOfReach: on every rank, if one cannot map the memory of another on its host.
+        OutOfReach: on every rank, if a rank cannot map memory that it is to share.
     """
 
     num_buffers = 2
     num_posted = 0
 
     def __init__(self, group: dist.ProcessGroup, timeout_ms: int, split: HostSplit | None = None) -> None:
-        # A copy has one destination: torch need not make a multicast object for every area. A value that is set stays.
+        # A copy has one destination, so areas need no multicast object. A value that the user has set stays.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         super().__init__(torch.device("cuda", torch.cuda.current_device()))
         cuda_graphs.check_growth("pad", _PAD_BYTES, self._device)
@@ -63,7 +63,7 @@ class CopyEngine(Lanes):
             self.members = split.host_of(group.rank())
             self.rank = self.members.index(group.rank())
             self._mapping = register_members(group, self.members)
-        # Barriers have a pad of their own: an area is freed when it grows, and graphs hold the address of the pad.
+        # Barriers use a separate pad: CUDA graphs keep its address, but an area is freed when it grows.
         self._pad = self._map(_PAD_BYTES, self._count_exchanges())
         register_peers(group, self._device)
 
@@ -80,7 +80,7 @@ class CopyEngine(Lanes):
         self._areas[name], self._handles[name] = self._map(num_bytes, catch_up)
 
     def _count_exchanges(self) -> Callable[[], None]:
-        """Compare how many exchanges torch has counted; return the function that brings this rank to the most."""
+        """Compare torch's counts of exchanges; return a function that raises this rank's count to the largest."""
         exchanges, problem = _allocate(lambda: StoreExchangeCount(lambda: self._empty(_PAD_BYTES), self._device))
         answers = gather(self.group, [problem, exchanges and exchanges.count])
         _raise_together([said for said, _ in answers])
@@ -88,7 +88,7 @@ class CopyEngine(Lanes):
         return functools.partial(exchanges.catch_up, max(count for _, count in answers))
 
     def _map(self, num_bytes: int, catch_up: Callable[[], None]) -> tuple[Tensor, _SymmetricMemory]:
-        """Allocate an area on every rank and map those of the others. A collective call."""
+        """Allocate an area on every rank and map the areas of the other ranks. A collective call."""
 
         def allocate() -> Tensor:
             catch_up()
@@ -100,12 +100,12 @@ class CopyEngine(Lanes):
         handle = None
         try:
             handle = _SymmetricMemory.rendezvous(area, self._mapping[0])
-            torch.cuda.synchronize(self._device)  # torch clears an area on a stream for which no other waits
+            torch.cuda.synchronize(self._device)  # torch clears the area on a stream that no other stream waits for
         except RuntimeError as error:
             problem = str(error)[:500]
         try:
             problems = gather(self.group, problem)
-        except RuntimeError as cause:  # the others may still wait in the mapping that this rank has left
+        except RuntimeError as cause:  # other ranks may still wait in the rendezvous that this rank has left
             if problem:
                 raise _no_memory({self.group.rank(): problem}) from cause
             raise
@@ -169,7 +169,7 @@ class CopyEngine(Lanes):
 
 
 def _allocate(make: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what `make` allocates, or the driver's error after a second attempt with torch's cached blocks freed."""
+    """Return what `make` allocates, or the driver's error if it fails even after torch's cached blocks are freed."""
     problem = ""
     for last in (False, True):
         try:

@@ -19,7 +19,7 @@ _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and handle
 
 
 def current_stream(index: int) -> torch.cuda.Stream:
-    """Return the current stream of a GPU; torch makes an object for each answer, which takes it 2 µs."""
+    """Return the current stream of a GPU. Cached, because torch takes 2 µs to make a stream object."""
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if key not in _streams:
         _streams[key] = torch.cuda.current_stream(index)
@@ -34,7 +34,7 @@ class ViewCache:
         drop_with_growth(self)
 
     def get(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """Return the entry of this key, made if it is missing; `areas` names the areas that its views belong to."""
+        """Return the entry of this key, or make it if it is missing; its views are of these areas."""
         entry = self._entries.get(key)
         if entry is None:
             entry = make(), areas  # may drop other entries
@@ -57,7 +57,7 @@ Commands = Callable[[int, Callable[[object], int]], list[Any] | None]
 
 
 class CallRecorder(Protocol):
-    """Recorder of a call, told what concerns streams."""
+    """Recorder of a call, notified of its work on streams."""
 
     def mark(self, event: Any, stream: torch.cuda.Stream) -> None: ...
 
@@ -71,11 +71,11 @@ class CallRecorder(Protocol):
 
 
 class Lanes:
-    """Streams and areas of one GPU: what the copy engine and messages have in common.
+    """Streams and areas of one GPU: base class of the copy engine and of messages.
 
     Attributes:
         recorder: recorder of the present call, if it is recorded.
-        entered: the current stream, in `on_one_stream` and in lanes; None outside of both.
+        entered: the current stream inside `on_one_stream` or a lane; None elsewhere.
     """
 
     recorder: CallRecorder | None = None
@@ -100,7 +100,7 @@ class Lanes:
         return thing
 
     def kept(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        """Return `cached` of a call that is neither captured nor recorded."""
+        """Return what `cached` returns, for a call that is neither captured nor recorded."""
         return self._cache.get(key, areas, make)
 
     def mark(self) -> Marker:
@@ -180,7 +180,7 @@ class Lanes:
 
 
 class _OneStream:
-    """Context of `Lanes.on_one_stream`; one by contextlib takes several times as long."""
+    """Context of `Lanes.on_one_stream`; a context manager of contextlib takes several times as long."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes

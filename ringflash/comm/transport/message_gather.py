@@ -95,7 +95,7 @@ class GlooGather(NcclGather):
     """Areas over messages of gloo: the host itself does all work, in the order of issue."""
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
-        return make()  # the areas are those of one call, and must not live until a collection of garbage
+        return make()  # areas last for one call: cached views would keep them until the next garbage collection
 
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -124,4 +124,4 @@ class GlooGather(NcclGather):
         return _Done()
 
     def join(self) -> None:
-        """Do nothing: no work is left behind an error."""
+        """Do nothing: no work is still running after an error."""

@@ -19,12 +19,12 @@ from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import device_timeout, timeout, within
 
-TAG = int.from_bytes(b"ring")  # not torch's default 0, which messages of the caller in the same group have
+TAG = int.from_bytes(b"ring")  # differs from torch's default 0, which the caller's messages in the same group have
 
 _comm_sms = 0
 
-# Batches over gloo that nobody has waited for. A receive that is freed while its message arrives blocks all later
-# messages of the two ranks (torch 2.13), so those of a call that raised are kept.
+# Batches over gloo that nobody has waited for, as after an error. They are kept, since a receive that is freed while
+# its message arrives blocks all later messages between the two ranks (torch 2.13).
 _unawaited: list[list[tuple[dist.Work, str]]] = []
 
 
@@ -40,7 +40,7 @@ class Pending:
     """Batch of messages in flight.
 
     Args:
-        timeout: limit of the wait over gloo. None uses the limit of the work itself, and does not block the host.
+        timeout: limit of a wait over gloo. None, over NCCL: the work has its own limit, and the host does not block.
     """
 
     def __init__(self, works: list[tuple[dist.Work, str]], timeout: timedelta | None = None) -> None:
@@ -69,7 +69,7 @@ def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:
 
 
 def check_capture() -> None:
-    """Raise RuntimeError for expandable segments with NCCL_GRAPH_REGISTER, with which a replayed graph is wrong.
+    """Raise RuntimeError for expandable segments with NCCL_GRAPH_REGISTER: replayed graphs would give wrong results.
 
     NCCL registers the buffers of captured messages with its peers as whole allocations, but an expandable segment
     consists of many. Gradients of a replay on 4 H200s had errors of 100% (torch 2.11, NCCL 2.28.9).
@@ -96,7 +96,7 @@ class PointToPoint:
 
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls
     members: tuple[int, ...] = ()  # ranks of the group that exchange messages; empty: all
-    capture_checked = False  # in the present call, since a look at the allocator takes milliseconds
+    capture_checked = False  # once per call, because reading the allocator's state takes milliseconds
     _whole: PointToPoint | None = None
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -123,7 +123,7 @@ class PointToPoint:
         return self._whole or self
 
     def rank_in_group(self, rank: int) -> int:
-        """Return the rank within the group of a member."""
+        """Return the group rank of a member."""
         return self.members[rank] if self.members else rank
 
     def is_broken(self) -> bool:
@@ -148,7 +148,7 @@ class PointToPoint:
 
         Args:
             todo: for each message, the function that starts it, and its name for errors.
-            messages: all messages of the batch, of which one names the device.
+            messages: all messages of the batch; the first one's tensor tells the device.
         """
         if self.name == "gloo":
             works: list[tuple[dist.Work, str]] = []

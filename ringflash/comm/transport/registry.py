@@ -87,7 +87,7 @@ def open_transport(name: str | Undecided, group: dist.ProcessGroup) -> Transport
 
 
 def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
-    """Return the transport or memory of a group by name, which `make` opens on first use."""
+    """Return a group's transport or memory by name; `make` opens it on first use."""
     key = (name, group.group_name)
     entry = _open.get(key)
     if entry is None or entry[0] is not group:  # a group that was destroyed may have had the same name
@@ -128,7 +128,7 @@ def _decide(group: dist.ProcessGroup) -> str:
 def open_exchange_areas(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
     """Return the areas over which the ranks of each host exchange heads. The first call is collective over the group.
 
-    The copy engine moves them; on CPUs, or if any host has GPUs without peer access, messages do.
+    The copy engine moves their contents. Messages do so on CPUs, or if the copy engine fails on any host.
     """
     if device.type == "cpu":  # not cached, as in `open_transport`
         return GlooGather(PointToPoint("gloo", group).among(split.host_of(group.rank())), device)
@@ -136,7 +136,7 @@ def open_exchange_areas(group: dist.ProcessGroup, split: HostSplit, device: torc
 
 
 def _new_exchange_areas(group: dist.ProcessGroup, split: HostSplit, device: torch.device) -> GroupAreas:
-    """Return `open_exchange_areas` of GPUs, opened anew; every rank falls back to messages together."""
+    """Open the areas of `open_exchange_areas` on GPUs; all ranks fall back to messages together."""
     try:
         return _create_copy_engine(group, split)
     except NoCopyEngine as problem:

@@ -1,9 +1,9 @@
 """Count of torch's store exchanges in this process, made equal on all ranks before memory is mapped.
 
 A rendezvous of symmetric memory takes two or three exchanges over the group's store. torch up to 2.14 counts them by
-process, and the number is part of the keys through which the ranks of a group find one another. After other groups of
-some ranks grew more often, or another library mapped memory on some ranks only, a rank would wait for keys that nobody
-sets (pytorch issue 196082). Later versions count by store: all ranks then have the same number here.
+process, and the number is part of the keys through which the ranks of a group find one another. If the counts of two
+ranks differ, each waits for keys that nobody sets (pytorch issue 196082). They differ after some ranks have grown areas
+of other groups, or have mapped memory for another library. Later versions count by store, so all counts here are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _names = itertools.count()
 class StoreExchangeCount:
     """Number of store exchanges that torch has counted in this process.
 
-    It is read from the keys of a rendezvous that only this rank joins. That is also a rehearsal: an error in it would
-    occur in a rendezvous of several ranks as well, and leave the others waiting.
+    It is read from the keys of a rendezvous that only this rank joins. This also finds errors early: in a rendezvous of
+    several ranks, an error on one rank would leave the others waiting.
 
     Args:
         allocate: function that returns a new area of a few bytes on the device.
@@ -50,7 +50,7 @@ class StoreExchangeCount:
         while self.count + self._step <= count:
             self._map(dist.HashStore())
             self.count += self._step
-        while self.count < count:  # less than a mapping: begin one, which fails because it has no peer
+        while self.count < count:  # the rest is less than one mapping: begin one, which fails because it has no peer
             store = dist.HashStore()
             store.set_timeout(_AT_ONCE)
             with suppress(dist.DistStoreError):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ringflash.comm.communicator import note_end
 from ringflash.comm.transport.lanes import Marker
 
-HasEnded = Callable[[Any], bool]  # True if the device has passed a marker, which is a Marker
+HasEnded = Callable[[Any], bool]  # takes a Marker; True if the device has passed it
 WAITS = "has been waiting"  # first words of the state of a rank whose device waits for others
 NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
 
@@ -70,7 +70,7 @@ class CallInFlight:
             self.issued = True
 
     def reach(self, marker: Marker, what: str, *values: object) -> None:
-        """Append a marker, and what the device waits for before it: `what`, formatted with the values."""
+        """Append a marker. Until it is passed, the device waits for `what`, formatted with the values."""
         self.markers.append((marker, what, values))
 
     def mark(self, what: str, *values: object) -> None:
@@ -120,15 +120,15 @@ class CallQueue:
     def begin(
         self, serial: int, pass_name: str, now: float, broken: Callable[[Exception], None] | None = None
     ) -> CallInFlight:
-        """Append a new call. Calls that have ended let go of their events, which it can then use."""
-        held = self._with_events
-        while held and held[0].has_ended(lambda marker: marker.query()):
-            held.popleft().markers = []
+        """Append a new call. Free the events of calls that have ended, so that it can use them again."""
+        with_events = self._with_events
+        while with_events and with_events[0].has_ended(lambda marker: marker.query()):
+            with_events.popleft().markers = []
         with self._lock:
             self.num_calls += 1
             call = CallInFlight(serial, self.num_calls, pass_name, now, broken)
             self.calls.append(call)
-        held.append(call)
+        with_events.append(call)
         return call
 
     def poll(self, ended: HasEnded, now: float) -> int | None:
@@ -165,7 +165,7 @@ class CallQueue:
         return waits_for_nccl or now - self.last_change >= self.timeout / 2
 
     def describe_wait(self) -> str:
-        """Return what this rank waits for, or its call if that has no marker yet, or the next call if there is none."""
+        """Return what this rank waits for; its call if no marker is ahead; the next call if it is in none."""
         if not self.calls:
             return f"before call {self.num_calls + 1}"
         return self.calls[0].describe_wait() or f"in {self.calls[0]}"
@@ -183,7 +183,7 @@ class CallQueue:
         )
 
     def _drop(self, calls: list[CallInFlight]) -> None:
-        """Drop the oldest calls, which have ended, and remember the last one of them."""
+        """Drop the oldest calls, which have ended, and remember the newest of these."""
         if not calls:
             return
         with self._lock:

@@ -1,8 +1,8 @@
 """Messages between the watchdogs of a group through the store that the group was created with.
 
 The store is not used while calls make progress. The process that hosts it may have ended, and a request may never
-return. Neither may end a healthy rank, or keep a stalled one alive, so every request runs in its own thread with a time
-limit.
+return. A healthy rank must survive both, and a stalled rank must still end. So every request runs in its own thread
+with a time limit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class StoreGone(RuntimeError):
 
 
 class WatchdogStore:
-    """Keys of a group's store by which the watchdogs of its ranks tell one another what these are doing.
+    """Keys of a group's store through which its watchdogs exchange what their ranks are doing.
 
     Args:
         group: not kept alive.
-        location: where this rank runs, written now, because it may not answer later; nothing is written if empty.
+        location: where this rank runs. Written at once, because the rank may not answer later; not written if empty.
         patience: seconds that a request to the store may take in addition to the time that it waits for other ranks.
     """
 
@@ -55,7 +55,7 @@ class WatchdogStore:
         return store_of(self._group()) is not None
 
     def asked(self, now: float) -> str:
-        """Return the reason if a rank of the group has asked the others what they are doing, else an empty string.
+        """Return why a rank of the group has asked the others what they are doing; empty if none has asked.
 
         The store is queried every ASK_EVERY_S at most. After an error it is never queried again. A store that does not
         answer may be busy, and is queried again later over a new connection.
@@ -72,7 +72,7 @@ class WatchdogStore:
     def exchange(
         self, why: str, own: str, clock: Callable[[], float], pause: Callable[[float], object]
     ) -> tuple[dict[int, str], dict[int, str]]:
-        """Write what this rank is doing, and return the answers that arrive in time, and the locations of ranks.
+        """Write what this rank is doing; return the answers that arrive in time and the locations, both by rank.
 
         One rank collects for all, so that the number of requests grows with the number of ranks and not with its
         square. If that rank stops, each of the others collects for itself.
@@ -150,5 +150,5 @@ def _location_key(rank: int) -> str:
 
 
 def _read(store: dist.Store, keys: dict[str, str]) -> dict[str, str]:
-    """Return the values of those keys that are set, by the names that they have in `keys`."""
+    """Return the values of the keys that are set, by name; `keys` maps names to keys."""
     return {name: store.get(key).decode() for name, key in keys.items() if store.check([key])}

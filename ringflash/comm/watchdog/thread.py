@@ -25,7 +25,7 @@ from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, StoreGone, WatchdogStore
 
 END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show where Python was
-SHOWN_RANKS = 32  # in a report: at a thousand ranks each of them prints it
+SHOWN_RANKS = 32  # ranks listed in a report, which every rank prints
 _PERIOD_S = 1.0  # between two polls, unless the timeout is short
 _EARLY_POLL_CALLS = 256  # poll early after this number of calls, to free their events
 
@@ -108,7 +108,7 @@ class Watchdog:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Wait for the calls of the program, which has ended; then stop the thread, letting a report finish first."""
+        """Wait for the calls of the program, which has ended; then stop the thread. A report finishes first."""
         finish_device()
         self._stopped = True
         self._wake.set()
@@ -134,13 +134,13 @@ class Watchdog:
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
             if queue.is_quiet(now) and (why := watched.store.asked(now)):
-                # If a group has several transports, the one that waits answers.
+                # If a group has several transports, the one with calls in flight answers.
                 waiting = (other for t, other in groups if t.group is transport.group and other.queue.calls)
                 return self._report(next(waiting, watched), now, why)
         self._last_poll = self.clock()
 
     def _poll_group(self, watched: WatchedGroup, now: float) -> int | None:
-        """Run `CallQueue.poll`. If the device has failed, print a message and leave the error to its host."""
+        """Run `CallQueue.poll`. If the device has failed, print a message; the main thread will raise the error."""
         if watched.lost:
             return None
         try:
@@ -238,7 +238,7 @@ def _location(device: torch.device) -> str:
 
 
 def _states(names: list[str], answers: dict[int, str], locations: dict[int, str], silent: str = _SILENT) -> list[str]:
-    """Return a line per rank. Of more than SHOWN_RANKS show the first, beginning with those that wait for nobody."""
+    """Return a line per rank. Of more than SHOWN_RANKS ranks, list those that wait for nobody first; count the rest."""
     states = [
         (f"{name} on {locations[rank]}" if rank in locations else name) + f" {answers.get(rank, silent)}"
         for rank, name in enumerate(names)

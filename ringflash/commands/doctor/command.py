@@ -90,18 +90,18 @@ def first_with_their_gpus(ranks: dict[int, Facts]) -> list[int]:
 
 
 def probes_of_all(messages: RankMessages, ranks: dict[int, Facts], probing: list[int], seconds: float) -> list[Finding]:
-    """Run the probes of this rank and collect those of the other probing ranks, labelled if there are several."""
-    found = {0: probes(ranks[0], seconds)}
+    """Run the probes of this rank and collect the findings of all probing ranks, labelled if there are several."""
+    of_ranks = {0: probes(ranks[0], seconds)}
     hosts = [ranks[rank]["host"] for rank in probing]
     for rank in probing[1:]:
         reported = messages.report_of(rank, seconds * (2 + len(ranks[rank]["gpus"])))
         missing = [fault("probes", f"rank {rank} did not report", "see its log; can its host be reached?")]
-        found[rank] = missing if reported is None else [Finding(**finding) for finding in reported]
+        of_ranks[rank] = missing if reported is None else [Finding(**finding) for finding in reported]
     findings = []
     for rank, host in zip(probing, hosts, strict=True):
         alone = hosts.count(host) == 1
         label = "" if len(hosts) == 1 else f"{host}: " if alone else f"{host}, rank {rank}: "
-        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in found[rank]]
+        findings += [Finding(x.level, label + x.what, x.found, x.remedy) for x in of_ranks[rank]]
     for host in sorted({host for host in hosts if hosts.count(host) > 1}):
         remedy = "let a rank see all GPUs of its host, and run doctor again"
         findings.append(warning(f"{host}: ring", "not tried: its ranks see different GPUs", remedy))
@@ -129,7 +129,7 @@ def ring_of_hosts(ranks: dict[int, Facts]) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("", 0))
         return {
-            "ranks": [rank for held in of_hosts.values() for rank in held[:lanes]], "lanes": lanes,
+            "ranks": [rank for of_host in of_hosts.values() for rank in of_host[:lanes]], "lanes": lanes,
             "hosts": list(of_hosts), "address": os.environ["MASTER_ADDR"], "port": free.getsockname()[1],
         }  # fmt: skip
 

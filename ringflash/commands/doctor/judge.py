@@ -95,8 +95,8 @@ def declared_ranges() -> dict[str, SpecifierSet]:
         lines = [*project["dependencies"], *(x for extra in project["optional-dependencies"].values() for x in extra)]
     else:
         lines = requires("ringflash") or []
-    found = [Requirement(line) for line in lines]
-    return {requirement.name: requirement.specifier for requirement in found if requirement.name in PACKAGES}
+    requirements = [Requirement(line) for line in lines]
+    return {requirement.name: requirement.specifier for requirement in requirements if requirement.name in PACKAGES}
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:

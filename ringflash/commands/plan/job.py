@@ -1,4 +1,4 @@
-"""The training to be planned, and the machine that it runs on, with the rates that are assumed for it."""
+"""Training job to plan, and the machine that it runs on, with assumed rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """Figures of a data sheet.
+    """Data-sheet figures of a GPU.
 
     Args:
         memory_bytes: memory that a process can allocate, as the driver reports it.
@@ -50,22 +50,22 @@ class Rates:
     """Assumed rates and fixed costs. A plan prints all of them, and each can be set; docs/plan.md has their sources.
 
     Args:
-        products: fraction of the peak FLOP/s in matmuls of the layers and the head.
-        float8_products: products of layers with `float8`, of the bf16 peak; casts of their operands are included.
-        passes: fraction of the memory's GB/s in operators between the matmuls.
-        expert_passes: passes in models of experts, whose operators pick and scatter rows.
-        attention_forward: fraction of the peak FLOP/s in attention's forward, on visible work.
-        attention_backward: fraction of the peak FLOP/s in attention's backward, on visible work.
-        fp8_attention_forward: attention_forward with FP8, of the bf16 peak.
-        fp8_attention_backward: attention_backward with impl="hopper_fp8_all", of the bf16 peak.
-        fp8_scores_backward: attention_backward with impl="hopper_fp8_scores", of the bf16 peak.
-        fp8_bf16_backward: attention_backward with impl="hopper_fp8", in bf16 after a forward in FP8, of the bf16 peak.
+        products: fraction of the bf16 peak in matmuls of the layers and the head.
+        float8_products: fraction of the bf16 peak in matmuls of layers with `float8`, including casts of operands.
+        passes: fraction of the memory bandwidth in operators between the matmuls.
+        expert_passes: as `passes`, for models with experts, whose operators gather and scatter rows.
+        attention_forward: fraction of the bf16 peak in attention's forward, on visible work.
+        attention_backward: fraction of the bf16 peak in attention's backward, on visible work.
+        fp8_attention_forward: as `attention_forward`, in FP8.
+        fp8_attention_backward: as `attention_backward`, with impl="hopper_fp8_all".
+        fp8_scores_backward: as `attention_backward`, with impl="hopper_fp8_scores".
+        fp8_bf16_backward: as `attention_backward`, with impl="hopper_fp8": in bf16 after a forward in FP8.
         copies: fraction of NVLink's GB/s for the copy engine inside a host.
         nvlink: fraction of NVLink's GB/s for NCCL inside a host.
         network_gbytes: GB/s that NCCL reaches over the NIC of one GPU, in one direction.
         host_gbytes: GB/s between a GPU and its host's memory, in one direction.
-        optimizer: fraction of the memory's GB/s for the bytes that AdamW must read and write; it moves more.
-        host_seconds: seconds of the host to launch one layer, forward and backward: a lower limit for short steps.
+        optimizer: fraction of the memory bandwidth for the bytes that AdamW must read and write; it moves more.
+        host_seconds: seconds in which the host launches one layer, forward and backward; limits short steps.
         reserved_bytes: bytes of the CUDA context, NCCL, and workspaces of libraries.
         fragmentation: fraction of the allocated memory that is lost between blocks (with expandable segments).
     """
@@ -112,7 +112,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob(Memory):
-    """One optimizer step, a sequence on every data rank, and the activations that it keeps.
+    """One optimizer step with a sequence on every data rank, and the choice of the activations that it keeps.
 
     Args:
         seqlen: number of tokens of a whole sequence.
@@ -120,9 +120,9 @@ class TrainingJob(Memory):
         dp_size: number of sequences that are processed in parallel.
         visible_fraction: fraction of the causal pairs that are visible; below 1 for windows and packed documents.
         precision: bf16-mixed keeps weights, gradients and AdamW's two moments in fp32; bf16-true in bf16.
-        accumulates: a step has several sequences in turn, so gradients of earlier ones are kept.
+        accumulates: True if a step processes several sequences in turn, so that it keeps gradients of earlier ones.
         impl: as in `ring_attention`; all exact kernels are planned at the same rates.
-        float8: recipe of torchao by which the layers' linear layers are in FP8; None is bf16.
+        float8: torchao's recipe for linear layers in FP8; None for bf16.
     """
 
     model: ModelShape
@@ -187,7 +187,7 @@ class TrainingJob(Memory):
 
     @property
     def tile_tokens(self) -> int:
-        """Number of tokens of a tile, 0 for no tiles: checkpointed layers skip a tile that would hold all tokens."""
+        """Number of tokens of a tile; 0 without tiles, as in checkpointed layers whose tile would hold all tokens."""
         whole = self.checkpointing != "none" and self.mlp_tile_tokens >= self.local_tokens
         return 0 if whole else self.mlp_tile_tokens
 

@@ -29,18 +29,18 @@ def worst_moment(job: TrainingJob, machine: Machine) -> tuple[str, dict[str, int
 
 
 def _moments(job: TrainingJob, ring: Ring) -> dict[str, dict[str, int]]:
-    """Return the bytes by part that differ between moments, by the name of the moment."""
+    """Return, by the name of each moment, the bytes of the parts that differ between moments."""
     model, alone = job.model, job.world_size == 1
     weights = model.parameters * job.weight_bytes // job.world_size
     root, layer = (0 if alone else x * BF16 for x in (model.root_parameters, model.layer_parameters))
     # gradients of a layer's experts, and of the root, before the reduce-scatter
     leaving, spread = (0 if alone else x * (BF16 + FP32) for x in (model.expert_parameters, model.root_parameters))
-    head = model.embedding_parameters * (job.weight_bytes if alone else BF16)  # its gradient, unsharded until C
+    head = model.embedding_parameters * (job.weight_bytes if alone else BF16)  # the gradient, unsharded until C
     summed = weights if job.accumulates else 0  # gradients of earlier sequences
     others = summed or weights - model.layer_parameters * job.weight_bytes // job.world_size
     working = layer_bytes(job, ring)
     checkpoints = model.num_layers * checkpoint_bytes(job)
-    if job.offload_checkpoints:  # the current layer's is on the GPU, and one more in transfer
+    if job.offload_checkpoints:  # the current layer's checkpoint is on the GPU, and another one is in transfer
         checkpoints -= (model.num_layers - 2) * layer_input_bytes(job)
     parts = {
         "weights": weights, "gradients": weights, "optimizer": 2 * weights, "gathered parameters": 0, "checkpoints": 0,
@@ -63,7 +63,7 @@ def _moments(job: TrainingJob, ring: Ring) -> dict[str, dict[str, int]]:
 
 
 def host_bytes(job: TrainingJob, machine: Machine) -> int:
-    """Return the bytes of offloaded checkpoints of a full host; torch rounds what it pins up to a power of two."""
+    """Return the bytes of offloaded checkpoints on a full host. torch rounds pinned sizes up to a power of two."""
     pinned = 1 << (layer_input_bytes(job) - 1).bit_length()
     num_gpus = min(machine.num_gpus, machine.gpus_per_host)
     return num_gpus * job.model.num_layers * pinned if job.offload_checkpoints else 0
@@ -82,25 +82,25 @@ def layer_input_bytes(job: TrainingJob) -> int:
 
 
 def activation_bytes(job: TrainingJob, kept: SavedBytes) -> int:
-    """Return the bytes that autograd saves in a layer without checkpointing, shared rotary angles excluded.
+    """Return the bytes that autograd saves in a layer without checkpointing, except shared rotary angles.
 
-    The MLP of a tile is recomputed and keeps only its input.
+    A tiled MLP is recomputed and keeps only its input.
     """
     return int(job.local_tokens * (kept.layer - (kept.mlp if job.tile_tokens else 0)))
 
 
 def layer_bytes(job: TrainingJob, ring: Ring) -> int:
-    """Return the bytes of the largest layer's recomputed activations and the peak of its backward in addition.
+    """Return the bytes of the largest layer's recomputed activations plus the peak of its backward.
 
-    The peak is that of the MLP, of its norm (three fp32 tensors without Liger), or of attention; each starts when the
-    activations of the previous one are freed.
+    The peak is in the backward of the MLP, of its norm (three fp32 tensors without Liger), or of attention. Each of
+    these starts when the activations of the previous one are freed.
     """
     model, tokens, kept = job.model, job.local_tokens, job.layers.kept
     recomputed = 0
     if job.checkpointing != "none":
         recomputed = activation_bytes(job, kept) - int(tokens * kept.input)
         recomputed -= _attention_kept(job) if job.checkpointing == "attention_kept" else 0
-    mlp = gradients = 0 if job.tile_tokens else int(tokens * kept.mlp)  # as large as what it saves
+    mlp = gradients = 0 if job.tile_tokens else int(tokens * kept.mlp)  # as large as the activations that it saves
     if job.tile_tokens:  # a tile's activations, sums over tiles, a tile's gradients of experts
         mlp += int(2 * min(job.tile_tokens, tokens) * kept.mlp)
         mlp += model.tiled_parameters * FP32 + min(model.tiled_parameters, model.expert_parameters) * BF16
@@ -131,7 +131,7 @@ def _norm_bytes(job: TrainingJob) -> int:
 
 
 def _loss_bytes(job: TrainingJob) -> int:
-    """Return the bytes of the last norm, its output's gradients, the head's fp32 weight gradient, and a logits chunk.
+    """Return the bytes of the last norm, its output's gradients, the head's fp32 gradient, and a chunk of logits.
 
     Logits exist in bf16, in fp32, and again in fp32 as log-probabilities.
     """

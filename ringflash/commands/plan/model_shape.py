@@ -23,11 +23,11 @@ class ModelShape:
 
     Args:
         head_dim: head_dim of queries and keys.
-        value_dim: head_dim of values as they travel: that of keys, unless kernels take narrower ones.
+        value_dim: head_dim of values as they travel: the head_dim of keys, unless kernels take narrower values.
         parameters: of the whole model, including all experts.
         layer_parameters: of the largest layer.
-        expert_parameters: of the stacked experts of the layer with most of them.
-        tiled_parameters: of the modules that tiles recompute, in the layer with most of them.
+        expert_parameters: parameters of stacked experts, in the layer with most of them.
+        tiled_parameters: parameters of modules that tiles recompute, in the layer with most of them.
         tiled_share: part of matmul_parameters in modules that tiles recompute.
         embedding_parameters: of the output embedding.
         root_parameters: of the model outside its layers.

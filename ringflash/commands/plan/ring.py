@@ -1,4 +1,4 @@
-"""The all-gather by heads of a job: who gathers what from whom, its buffers, and the time that kernels wait for it."""
+"""All-gather by heads of a job: its ranks and sizes, its buffers, and the time that kernels wait for it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Ring:
     have the same place on their hosts; each has the tokens of its host, and a share of the heads.
 
     Args:
-        model: with the heads of one rank of the ring.
+        model: its numbers of heads are those of one rank of the ring.
         cp_size: number of ranks of the ring.
         pairs: visible pairs of one rank.
         exchanging: number of ranks of a host that exchange heads; 1 is none.
@@ -89,13 +89,13 @@ class Ring:
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of ranks whose keys are gathered at a time."""
+        """Number of ranks of each block, whose keys are gathered together."""
         name = "nccl" if self.on_network else "copy_engine"
         return choose_blocks(self.sizes, self.cp_size, name)
 
     @cached_property
     def sections(self) -> Sections:
-        """Numbers of KV heads that are gathered at a time."""
+        """Number of KV heads of each section, which are gathered together."""
         return choose_sections(self.sizes, len(self.blocks))
 
 
@@ -124,7 +124,7 @@ def buffer_bytes(ring: Ring) -> int:
 def _gathered_bytes(ring: Ring, rank: int) -> int:
     """Return the bytes of the areas and buffers of one rank, as `GatheredKV` and `GradientReturn` make them.
 
-    In several blocks there are also sums of the rank's own gradients and the output in fp32, of two sections.
+    Several blocks also need sums of the rank's own gradients, and the output in fp32, both for two sections.
     """
     model, heads = ring.model, ring.sections.backward
     mask = SequenceMask(2 * ring.cp_size)  # a chunk of the layout is one token long
@@ -132,7 +132,7 @@ def _gathered_bytes(ring: Ring, rank: int) -> int:
     several = len(blocks) > 1
 
     def in_units(heads: tuple[int, ...], rows: list[int]) -> tuple[int, ...]:
-        """Rows of the blocks, times heads of the sections, of the units whose keys travel."""
+        """Return the rows of the block times the heads of the section, for each unit whose keys travel."""
         units = order_units(len(heads), len(blocks))
         return tuple(rows[unit.block] * heads[unit.section] for unit in units if unit.transfer is not None)
 
@@ -169,7 +169,7 @@ def _exchanged_bytes(ring: Ring) -> int:
 def exposed_seconds(ring: Ring, machine: Machine, forward: float, backward: float) -> float:
     """Return the seconds that attention kernels wait for messages in one layer.
 
-    Of an exchange of heads, only that of the queries is hidden, by the arrival of keys from other hosts.
+    In an exchange of heads, only the exchange of queries is hidden: keys from other hosts arrive at the same time.
 
     Args:
         forward, backward: seconds of the kernels.

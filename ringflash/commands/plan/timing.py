@@ -17,7 +17,7 @@ _LOGIT_BYTES = 14  # traffic of the loss per logit: bf16, fp32 logarithm and gra
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each part of a step, and the model FLOP/s of a GPU, for which recomputation does not count."""
+    """Seconds of each part of a step, and the model FLOP/s of a GPU, which do not include recomputation."""
 
     parts: dict[str, float]
     model_flops: float

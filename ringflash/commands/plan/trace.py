@@ -218,11 +218,11 @@ class _Saves:
 
     def by_layer(self) -> list[SavedBytes]:
         """Return the saved bytes of each layer."""
-        found = []
+        saved = []
         for layer, mlp in self._layers:
             of_input, others = (layer.saved_bytes(of_inputs=x) for x in (True, False))
-            found.append(SavedBytes(of_input + others, mlp.saved_bytes(of_inputs=False), of_input))
-        return found
+            saved.append(SavedBytes(of_input + others, mlp.saved_bytes(of_inputs=False), of_input))
+        return saved
 
     @property
     def mlp_bytes(self) -> int:
