@@ -209,7 +209,7 @@ class UnitPipeline:
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
         """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.
 
-        A section begins when the section before the previous one has ended, since `begin` frees the dQ of the latter.
+        A section begins when the section before the previous one has ended, since `begin` frees its dQ.
         """
         kernels, queries = self.kernels, self.kernels.call.queries_arrived
         needed = [self.start if unit.transfer is None else self.arrived, *queries]

@@ -114,7 +114,7 @@ class GradientReturn:
     def collect(self, index: int, dk: Sequence[Tensor], dv: Sequence[Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
-        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs for longer.
+        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs meanwhile.
 
         Args:
             dk, dv: the heads of each section.

@@ -269,7 +269,7 @@ def _check_plain(model: Any, directory: Path) -> None:
 
 
 def _check_map(mapping: CheckpointMap, directory: Path) -> None:
-    """Raise ValueError if a checkpoint has other tensors than the model."""
+    """Raise ValueError unless a checkpoint has the tensors of the model."""
     for what, names in (
         ("every tensor of the model", mapping.missing),
         ("only tensors of the model", mapping.unknown),
