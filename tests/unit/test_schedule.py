@@ -77,7 +77,7 @@ def held(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> torch.Tens
 
 @given(problems())
 @settings(max_examples=300, deadline=None)
-def test_steps_are_the_distances_at_which_ranks_see_keys(problem: tuple[SequenceMask, int, str]) -> None:
+def test_steps_are_distances_at_which_keys_are_seen(problem: tuple[SequenceMask, int, str]) -> None:
     mask, cp_size, layout = problem
     want, rows = visible(mask), [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     seen = {(q - k) % cp_size for q in range(cp_size) for k in range(cp_size) if want[rows[q]][:, rows[k]].any()}

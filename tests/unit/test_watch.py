@@ -547,7 +547,7 @@ def test_many_calls_are_looked_at_early() -> None:
     assert rank.watch._wake.is_set()
 
 
-def test_a_new_call_frees_the_tokens_of_calls_that_have_ended() -> None:
+def test_a_new_call_frees_the_tokens_of_ended_calls() -> None:
     rank = World(1).ranks[0]
     calls = [rank.issue(1) for _ in range(3)]
     finish(*calls[:2])
