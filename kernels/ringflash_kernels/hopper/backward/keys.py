@@ -169,12 +169,7 @@ def _load(
         index = gl.program_id(0)
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(key)
-            first, count = 0, 0
+        start, stop, full_start, full_stop, first, count = problem.steps(index, key)
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -516,11 +511,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
         index = gl.program_id(0)
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(key)
+        start, stop, full_start, full_stop, _first, _count = problem.steps(index, key)
         dk0 = gl.zeros([64, C], gl.float32, layout0)
         dv0 = gl.zeros([64, C], gl.float32, layout0)
         if R:

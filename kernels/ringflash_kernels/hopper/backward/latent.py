@@ -103,12 +103,7 @@ def _load(sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, st
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(key)
-            first, count = 0, 0
+        start, stop, _full_start, _full_stop, first, count = problem.steps(index, key)
         # Also for tiles that no query sees: their zeros may be written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -290,11 +285,7 @@ def _consume(sm, problem, dq0_desc, dq1_desc, dk_desc, dv_desc, W: gl.constexpr)
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(key)
+        start, stop, full_start, full_stop, _first, _count = problem.steps(index, key)
         dk0 = gl.zeros([64, C], gl.float32, layout0)
         dk1 = gl.zeros([64, R], gl.float32, layout1)
         dv = gl.zeros([64, C], gl.float32, layout0)

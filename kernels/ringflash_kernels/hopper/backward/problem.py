@@ -154,6 +154,23 @@ class BackwardProblem:
         return gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
     @gluon.jit
+    def steps(self, index, tile):
+        """Return the steps of a work item for one head, and the stretches that they walk under a two-sided mask.
+
+        Returns:
+            start, stop, full_start, full_stop: as of `blocks`; under a two-sided mask the steps are counted from 0, and
+                the stretches say which are full.
+            first, count: first stretch and number of stretches; 0 without a two-sided mask.
+        """
+        if self.TWO_SIDED:
+            first, count, stop = self.walk(index)
+            start, full_start, full_stop = 0, 0, 0
+        else:
+            start, stop, full_start, full_stop = self.blocks(tile)
+            first, count = 0, 0
+        return start, stop, full_start, full_stop, first, count
+
+    @gluon.jit
     def rank(self, index):
         """Return the place of the tile of a work item in the order of the launch."""
         return index % (self.num_tiles * self.heads_together) // self.heads_together

@@ -133,11 +133,7 @@ def _load_keys(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k0_desc, k
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(row)
+        start, stop, _full_start, _full_stop, first, count = problem.steps(index, row)
         if (not sm.ADD) | (start < stop):
             full = sm.q_full.index(0)
             mbarrier.wait(sm.q_empty.index(0), (round & 1) ^ 1)
@@ -328,11 +324,7 @@ def _hold(sm, problem, stats_ptr, stats_stride, dq_desc, W: gl.constexpr):
         _pass_turn(sm, step, W)
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         row, batch, head, kv_head = _tile_of(problem, index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(row)
+        start, stop, full_start, full_stop, _first, _count = problem.steps(index, row)
         if (not sm.ADD) | (start < stop):
             batch_head = batch * problem.num_heads + head
             rows = row + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))

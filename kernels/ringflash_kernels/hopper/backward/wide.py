@@ -120,12 +120,7 @@ def _load_wide(
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(key)
-            first, count = 0, 0
+        start, stop, _full_start, _full_stop, first, count = problem.steps(index, key)
         # Also for tiles that no query sees: their zeros may be written from the buffers of K and V.
         kv_full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
@@ -292,11 +287,7 @@ def _consume_scores(sm, problem, dv_desc):
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(key)
+        start, stop, full_start, full_stop, _first, _count = problem.steps(index, key)
         dv0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         if R:
             layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 16])
@@ -334,11 +325,7 @@ def _consume_gradients(sm, problem, dk_desc):
     round = 0
     for index in range(gl.program_id(0), problem.num_works, gl.num_programs(0)):
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(key)
+        start, stop, _full_start, _full_stop, _first, _count = problem.steps(index, key)
         dk0 = gl.zeros([64, sm.SPLIT], gl.float32, layout0)
         dk1 = gl.zeros([64, sm.REST], gl.float32, layout1)
         mbarrier.wait(sm.kv_full.index(0), round & 1)

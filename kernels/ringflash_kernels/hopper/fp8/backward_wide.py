@@ -107,12 +107,7 @@ def _load(sm, problem, q0_desc, q1_desc, dout0_desc, dout1_desc, k8_desc, v8_des
     index = gl.program_id(0)
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            first, count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, _full_start, _full_stop = problem.blocks(key)
-            first, count = 0, 0
+        start, stop, _full_start, _full_stop, first, count = problem.steps(index, key)
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         send_number(sm.number.index(0), index)
@@ -255,11 +250,7 @@ def _consume(sm, problem, scales, desc, W: gl.constexpr):
     index = receive_number(sm.number.index(0))
     while index < problem.num_works:
         key, batch, first_head, kv_head = problem.work(index)
-        if problem.TWO_SIDED:
-            _first, _count, stop = problem.walk(index)
-            start = 0
-        else:
-            start, stop, full_start, full_stop = problem.blocks(key)
+        start, stop, full_start, full_stop, _first, _count = problem.steps(index, key)
         tile_ptr = scales.tile_ptr + ((batch * problem.num_kv_heads + kv_head) * scales.k_blocks + key // 128) * 8
         coord = [batch, kv_head, key]
         if problem.BOUNDS and W == 0:
