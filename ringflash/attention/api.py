@@ -208,8 +208,8 @@ def explain(
     """
     if isinstance(cu_seqlens, Sequence):
         raise ValueError(
-            f"cu_seqlens must be a tensor, got a list of {len(cu_seqlens)}, whose rows are calls of their own; explain "
-            "one row at a time."
+            f"cu_seqlens must be a tensor, got a list of {len(cu_seqlens)} tensors, each of which is a separate call; "
+            "explain one row at a time."
         )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
@@ -259,8 +259,8 @@ def _scale(q: Tensor, given: float | None) -> float:
     """Return the scale, default head_dim ** -0.5. If q has no head_dim, `plan_call` raises on all ranks together."""
     if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(
-            "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
-            "multiply q by it, and give softmax_scale=1.0."
+            "softmax_scale must be a number, got a tensor that requires grad, whose gradient would be lost; "
+            "multiply q by it, and pass softmax_scale=1.0."
         )
     if given is None:
         return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
@@ -276,7 +276,7 @@ def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
             f"{[type(x).__name__ for x in cu_seqlens][:8]} for {[x.shape[0] if x.dim() else 0 for x in tensors]} rows; "
-            "cu_seqlens_from_positions makes one of a row's positions."
+            "cu_seqlens_from_positions makes such a tensor from a row's positions."
         )
 
 

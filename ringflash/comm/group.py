@@ -65,8 +65,8 @@ def _warn_before_start() -> None:
     size = int(os.environ.get("WORLD_SIZE") or "1")
     if size > 1 and not dist.is_initialized():
         warnings.warn(
-            f"group is None in one of {size} processes, before torch.distributed.init_process_group: each attends only "
-            "to its own tokens. If these are a shard, read dist.group.WORLD after init_process_group.",
+            f"group is None, and the {size} processes of this job have not called init_process_group yet: each attends "
+            "only to its own tokens. If these are a shard, read dist.group.WORLD after init_process_group.",
             stacklevel=4,
         )
 

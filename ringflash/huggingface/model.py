@@ -182,7 +182,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         if (scale := check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
-                "edited since; make the CausalLMWithLoss after that."
+                "edited since; make the CausalLMWithLoss after the edit."
             )
 
     def _check_group(self, ring: dist.ProcessGroup | None) -> None:
@@ -190,8 +190,8 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         ranks = [[] if x is None else dist.get_process_group_ranks(x) for x in (ring, self.group)]
         if ranks[0] != ranks[1]:
             raise ValueError(
-                f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
-                "call set_group and CausalLMWithLoss with one group."
+                f"group must be the one that set_group gave the model, {_name(ranks[0])}, got {_name(ranks[1])}; call "
+                "set_group and CausalLMWithLoss with one group."
             )
 
 

@@ -61,8 +61,8 @@ class LayerSpans(Tensor):
         """Return the error for spans beyond the window of a layer, or a layout that depends on them, or None."""
         if self.use is Use.NONE and layout == "balanced":
             return NotImplementedError(
-                "layout must not be 'balanced' for a model in which only some layers see spans (Gemma 4), got it: the "
-                "layout depends on spans; use 'zigzag'."
+                "layout must not be 'balanced' for a model in which only some layers see spans (Gemma 4), because this "
+                "layout depends on the spans; use 'zigzag'."
             )
         if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
             return None
@@ -72,7 +72,7 @@ class LayerSpans(Tensor):
         if longest <= window:
             return None
         return NotImplementedError(
-            f"spans must not be longer than the window of a layer ({window}) that sees all of a span beyond it, got "
+            f"spans must fit into the window ({window} tokens) of a layer that lets a token see its whole span, got "
             f"{longest} tokens; use a longer window, or a model that limits spans to the window (Gemma 3)."
         )
 
@@ -94,8 +94,8 @@ def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor |
     use = _USES.get(form)
     if use is None:
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, also with spans that see themselves, got "
-            f"{_words(form)!r} of the model; leave token_type_ids out if it takes them, or use another "
+            "mask_function must be a causal, sliding-window or full mask, with or without spans, got "
+            f"{_words(form)!r} from the model; leave token_type_ids out if it takes them, or use another "
             "attn_implementation for this model."
         )
     return LayerSpans.of(ids[0], use, mask)
@@ -159,7 +159,7 @@ def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
     make_masks = getattr(model, "create_masks_for_generate", None)
     if make_masks is None or name not in signature(make_masks).parameters:
         raise NotImplementedError(
-            f"{name} must be given only to a model whose mask for generation depends on them, got some for "
+            f"{name} must be given only to a model whose mask for generation depends on them, got a tensor for "
             f"{type(model).__name__}; leave them out for text."
         )
     given = {"attention_mask": None, "cache": None, "position_ids": None, "is_first_iteration": True, name: types}

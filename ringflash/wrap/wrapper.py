@@ -38,7 +38,7 @@ ENTRIES = ("forward", *STEPS)
 
 _NORMS: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # not SyncBatchNorm, which sees all ranks
-    "its statistics are of the rank's own tokens; normalise each token separately",
+    "its statistics would be those of the rank's own tokens; normalise each token separately",
 )
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "call scaled_dot_product_attention on its projections",
@@ -101,7 +101,7 @@ def wrapped_state(module: nn.Module) -> WrappedState:
     state = getattr(module, "_ringflash_state", None)
     if not isinstance(state, WrappedState):
         raise ValueError(
-            f"module must be wrapped, got {type(module).__name__} as it was; call ringflash.wrap_attention first."
+            f"module must be wrapped, got {type(module).__name__}, which is not; call ringflash.wrap_attention first."
         )
     return state
 
@@ -200,7 +200,8 @@ def _check(name: str, layer: nn.Module, layout: str) -> None:
         )
     if "forward" in vars(layer):
         raise NotImplementedError(
-            f"{name}.forward must be that of its class, got one set on the object; wrap before that is set."
+            f"{name}.forward must be the method of its class, got a function that was set on the object; wrap the "
+            "module before it is set."
         )
     if hasattr(layer, "_ringflash_state"):
         raise ValueError(f"{name} must not be wrapped twice, got a wrapped {type(layer).__name__}; wrap the root once.")

@@ -373,10 +373,10 @@ REFUSED = {
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
-    "forward of an object": "NotImplementedError: forward must be that of LlamaForCausalLM, got one set on the object",
+    "forward of an object": "NotImplementedError: forward must be the method of LlamaForCausalLM, got a function",
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
-    "rebalanced batches": "NotImplementedError: train_sampling_strategy must not be 'batch_rebalance'",
+    "rebalanced batches": "NotImplementedError: train_sampling_strategy must be 'random' or",
     "loss times processes": "ValueError: the loss must be multiplied by the number of rings, 1, .*processes, 4, with",
     "logits": "NotImplementedError: compute_metrics and predict must be left out",
 }  # fmt: skip

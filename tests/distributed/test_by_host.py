@@ -299,7 +299,7 @@ def test_auto_follows_a_mesh_on_cpus(ctx: Context) -> None:
 def test_hosts_from_names() -> None:
     assert split_hosts(["x", "x", "y", "y", "z", "z"]) == (3, 2)
     assert split_hosts(["x", "y"]) == (2, 1)
-    with pytest.raises(NotImplementedError, match=r"got runs of \[2, 1\] ranks on 2 hosts"):
+    with pytest.raises(NotImplementedError, match=r"got \[2, 1\] consecutive ranks on 2 hosts"):
         split_hosts(["x", "x", "y"])
 
 
