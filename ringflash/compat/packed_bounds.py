@@ -75,8 +75,8 @@ def whole_bounds(cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> tuple[Tensor |
         if not wrong:
             return prepared.bounds, None
     return None, ValueError(
-        f"{', '.join(wrong)} must be the objects that ringflash's llama3_flash_attn_prepare_cu_seqlens took or "
-        "returned, got copies, other tensors, or tensors that were written to since; pass these objects on."
+        f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash took or returned, got "
+        "another value, a copy, or a tensor that was written to since; pass on the same objects."
     )
 
 

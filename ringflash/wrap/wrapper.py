@@ -38,7 +38,7 @@ ENTRIES = ("forward", *STEPS)
 
 _NORMS: dict[type[nn.Module], str] = dict.fromkeys(
     (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),  # not SyncBatchNorm, which sees all ranks
-    "its statistics would be those of the rank's own tokens; normalise each token separately",
+    "its statistics are of the rank's own tokens; normalise each token separately",
 )
 _REFUSED: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "call scaled_dot_product_attention on its projections",

@@ -359,7 +359,7 @@ REFUSED = {
     "left padding": "ValueError: attention_mask must be 0 on the right .*padding_side = 'right'",
     "one rank's left padding": "ValueError: (rank 3 of the group: )?attention_mask must be 0 on the right",
     "holes": "ValueError: attention_mask must be 1 on one interval of each row",
-    "numbers of documents": "ValueError: attention_mask must be 0 or 1, got up to 2",
+    "numbers of documents": "ValueError: attention_mask must be 0 or 1, got values up to 2",
     "4-D mask": "ValueError: attention_mask must have the shape of input_ids .*leave 4-D masks out",
     "labelled padding": "ValueError: labels must be -100 where attention_mask is 0",
     "documents and a mask": "ValueError: attention_mask must be left out if position_ids restart",
@@ -368,8 +368,8 @@ REFUSED = {
     "no labels": "NotImplementedError: input_ids and labels must be given",
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
-    "router logits": "NotImplementedError: output_router_logits must be that of .* False, got True; set it there",
-    "loss function": "NotImplementedError: loss_function must be transformers' own of .*, got .*loss_in_fp64; leave",
+    "router logits": "NotImplementedError: output_router_logits must be False, .*, got True; change the",
+    "loss function": "NotImplementedError: loss_function must be transformers' own for .*, got .*loss_in_fp64; remove",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
     "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
@@ -377,7 +377,7 @@ REFUSED = {
     "second group": "RuntimeError: model must be prepared for one group",
     "dispatched batches": "NotImplementedError: dispatch_batches must be False",
     "rebalanced batches": "NotImplementedError: train_sampling_strategy must be 'random' or",
-    "loss times processes": "ValueError: the loss must be multiplied by the number of rings, 1, .*processes, 4, with",
+    "loss times processes": "ValueError: compute_loss must multiply .* number of rings .1., .*processes .4., which",
     "logits": "NotImplementedError: compute_metrics and predict must be left out",
 }  # fmt: skip
 

@@ -278,9 +278,7 @@ def test_flash_attention_of_models_is_substituted(ctx: Context) -> None:
         positions = torch.cat([torch.arange(stop - start) for start, stop in pairs])[None]
         shard = {"input_ids": part(ids, ctx, False), "position_ids": part(positions, ctx, False), "use_cache": False}
         names.DATA_PARAMS.clear()
-        with pytest.raises(
-            ValueError, match="^query must be one row of packed documents under a causal mask, got 1 rows"
-        ):
+        with pytest.raises(ValueError, match="^query must be one row of packed documents .*, got 1 rows"):
             model(**shard)
         names.update_ring_flash_attn_params(torch.tensor(bounds, dtype=torch.int32), ctx.group)
         with pytest.raises((ValueError, NotImplementedError), match="^attention_mask must"):

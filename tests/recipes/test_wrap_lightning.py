@@ -267,9 +267,9 @@ def test_continue_with_others(ctx: Context, run: Run) -> None:
         return torch.optim.SGD(adam(module).param_groups, momentum=0.9)
 
     for name, configure, message in (
-        ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("file", one_group, "must have the parameter groups of this optimizer, got groups of [2, "),
         ("file", exchanged, "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_"),
-        ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("folder", one_group, "must have the parameter groups of this optimizer, got groups of [2, "),
         ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
         ("folder", sgd, "must have the optimizer's state of model."),
     ):
@@ -644,11 +644,11 @@ def test_refusals(ctx: Context, run: Run) -> None:
             varied(run.kind, step=unshifted), {},
         ),
         (
-            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            "training_step's loss, averaged over the ring, must equal the loss of the whole sequence (",
             varied(run.kind, step=local_mean), {},
         ),
         (
-            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            "training_step's loss, averaged over the ring, must equal the loss of the whole sequence (",
             varied(run.kind, on_before_batch_transfer=with_mask, step=local_mean), {},
         ),
         (
@@ -672,8 +672,8 @@ def test_refusals(ctx: Context, run: Run) -> None:
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
         ),
         (
-            "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
-            "tokens, got different values of counts; sum what they are computed from over the ring, by",
+            "buffers that a training forward changes must be equal on all ranks of a ring, got different values of "
+            "counts, since each rank has other tokens; sum what they are computed from over the ring, by",
             counted(run.kind), {},
         ),
         (

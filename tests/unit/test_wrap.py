@@ -130,5 +130,5 @@ def test_layers_compiled_one_by_one_share_their_code() -> None:
 
 
 def test_check_wrapped_wants_a_wrapped_module() -> None:
-    with pytest.raises(ValueError, match="module must be wrapped, got Silent as it was"):
+    with pytest.raises(ValueError, match="module must be wrapped, got Silent, which is not"):
         ringflash.check_wrapped(Silent(), lambda group: None)
