@@ -30,7 +30,7 @@ def call(model: nn.Module) -> torch.Tensor:
         ),
         (nn.Embedding(2, 2, scale_grad_by_freq=True), r"layers\.0 must not have scale_grad_by_freq or max_norm, got"),
         (nn.Embedding(2, 2, max_norm=1.0), r"layers\.0 must not have .* max_norm=1\.0, which depend on all tokens"),
-        (SET, r"layers\.0\.forward must be that of its class"),
+        (SET, r"layers\.0\.forward must be the method of its class"),
         (
             torch.compile(nn.Linear(2, 2)),
             r"layers\.0 must not be compiled yet, got a module of torch\.compile; compile",
