@@ -137,7 +137,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...], str]] = {  # clas
         "Step3p7ForConditionalGeneration",
         {"text_config": {"use_bidirectional_attention": True}, **BLIND},
         ("input_ids",),
-        "got 'Step3p7TextModel.forward.<lambda> or causal' of the model",
+        "got 'Step3p7TextModel.forward.<lambda> or causal' from the model",
     ),
     "t5gemma2": (
         "T5Gemma2ForConditionalGeneration",
