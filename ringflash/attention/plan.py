@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringflash.attention import schedule
 from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallInputs, CallShape, check_call
+from ringflash.attention.inputs import CallInputs, CallShape, check_call, make_addressable
 from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.schedule import KeyBlock
@@ -117,7 +117,7 @@ class CallPlan:
         plan = self._decide(shape) if self.algorithm is UNDECIDED else self
         if plan.algorithm in HEAD_EXCHANGES:
             return plan._open_ulysses(shape, call)
-        return plan._open_ring(plan._open_channel(), shape, call)
+        return plan._open_ring(plan._open_transport(), shape, call)
 
     def between_hosts(self, shape: CallShape) -> tuple[CallPlan, CallShape] | None:
         """Return the plan and the shape of attention between hosts.
@@ -160,26 +160,28 @@ class CallPlan:
         check_heads(shape.num_heads, split.num_gpus, self.algorithm)  # `plan_call` cannot check them without the hosts
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
-            return rail._open_ring(rail._open_channel(), shape, call)
+            return rail._open_ring(rail._open_transport(), shape, call)
         areas = open_exchange_areas(group, split, shape.device)
-        channel, members = rail._open_channel(), split.host_of(group.rank())
-        counted = whole_transport(areas if channel is None else channel)
-        attention = rail._open_ring(channel, shape, call)
+        transport, members = rail._open_transport(), split.host_of(group.rank())
+        counted = whole_transport(areas if transport is None else transport)
+        attention = rail._open_ring(transport, shape, call)
         return Ulysses(attention, areas, members, counted, self.options.layout, call)
 
-    def _open_channel(self) -> Transport | None:
+    def _open_transport(self) -> Transport | None:
         """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
-    def _open_ring(self, channel: Transport | None, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather:
+    def _open_ring(
+        self, transport: Transport | None, shape: CallShape, call: CallNumber
+    ) -> LocalAttention | HeadGather:
         """Return the algorithm over an open transport, between `members` only; None for a single process."""
-        if isinstance(channel, PointToPoint) and self.members:
-            channel = channel.among(self.members)
+        if isinstance(transport, PointToPoint) and self.members:
+            transport = transport.among(self.members)
         options = self.options
         kernel_options = self.impl, options.scale, options.deterministic
-        if channel is not None:
-            areas = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
+        if transport is not None:
+            areas = open_gather_areas(transport, shape.device) if isinstance(transport, PointToPoint) else transport
             rounded = self.keys_per_line > 1
             return HeadGather(self.key_blocks(shape), areas, *kernel_options, call, rounded)
         own = schedule.plan_own_keys(self.mask, options.layout)
@@ -192,16 +194,42 @@ _MAX_PLANS = 32
 _MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
 
 
-def cached_plan(call: CallInputs) -> CallPlan | None:
-    """Return the plan of an earlier equal call on GPUs over several ranks; None if there is none.
+def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
+    """Return the plan of a call, and the call with copies of the tensors that kernels cannot read as they are.
 
-    If there is one, kernels can read these tensors as they are: plans are cached only for such strides and addresses.
+    Equal calls on GPUs over several ranks share a plan. Plans are cached for tensors that kernels can read.
     """
-    key = _key(call)
+    plan = _cached_plan(call)
+    if plan is None:
+        q, k, v = (make_addressable(x) for x in (call.q, call.k, call.v))
+        call = call._replace(q=q, k=k, v=v)
+        plan = _cached_plan(call)
+    if plan is None:
+        plan = plan_call(call)
+        if UNDECIDED not in (plan.algorithm, plan.transport):
+            _cache(call, plan)
+    return plan, call
+
+
+def _cached_plan(call: CallInputs) -> CallPlan | None:
+    key = _cache_key(call)
     return None if key is None else plan_cache.get(key)
 
 
-def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
+def _cache(call: CallInputs, plan: CallPlan) -> None:
+    """Keep the plan of a call; drop plans of groups that have been destroyed, and the oldest one of too many."""
+    key = _cache_key(call)
+    if key is None:
+        return
+    for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
+        del plan_cache[old]
+    alike = [old for old in plan_cache if (old[1] is None) == (call.cu_seqlens is None)]
+    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else _MAX_DOCUMENT_PLANS):
+        del plan_cache[alike[0]]
+    plan_cache[key] = plan
+
+
+def _cache_key(call: CallInputs) -> tuple[Hashable, ...] | None:
     """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
     q, k, v, cu_seqlens, options, grad_flags = call
     group = options.group
@@ -211,22 +239,6 @@ def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
         return None
     forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
     return forms, cu_seqlens, options, grad_flags, known_split(group)
-
-
-def plan_or_reuse(call: CallInputs) -> CallPlan:
-    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it is cached."""
-    key, cu_seqlens = _key(call), call.cu_seqlens
-    plan = None if key is None else plan_cache.get(key)
-    if plan is None:
-        plan = plan_call(call)
-        if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
-            for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
-                del plan_cache[old]  # its group has been destroyed
-            alike = [old for old in plan_cache if (old[1] is None) == (cu_seqlens is None)]
-            if len(alike) == (_MAX_PLANS if cu_seqlens is None else _MAX_DOCUMENT_PLANS):
-                del plan_cache[alike[0]]
-            plan_cache[key] = plan
-    return plan
 
 
 def plan_call(call: CallInputs) -> CallPlan:

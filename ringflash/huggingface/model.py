@@ -146,7 +146,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             loss: the loss is computed here, and not by the caller.
         """
         causal = without_peft(self.model)
-        inputs = _notes_of(causal)
+        inputs = _forward_inputs_of(causal)
         if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
             return
         error = find_bypassed_error(causal)
@@ -163,7 +163,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = _notes_of(causal)
+        inputs = _forward_inputs_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -195,7 +195,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             )
 
 
-def _notes_of(causal: nn.Module) -> Any:
+def _forward_inputs_of(causal: nn.Module) -> Any:
     return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
 
 

@@ -145,7 +145,7 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
                 all_to_all.fill(x)
             for all_to_all, positions in zip(exchanges, want, strict=True):
                 all_to_all.transfers[0]()
-                (got,) = all_to_all.arrived()
+                (got,) = all_to_all.received_tensors()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
                 assert all_to_all.to_host or got.untyped_storage().nbytes() == got.nbytes  # no view of a buffer
 

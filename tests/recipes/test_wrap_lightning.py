@@ -635,7 +635,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
     train(used, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
     for message, module, options in (
         (
-            "model.blocks.0.attn must be given the q",
+            "model.blocks.0.attn must call attention with the q of",
             varied(run.kind, positions=lambda self, tokens: torch.arange(tokens.shape[1])), {},
         ),
         ("head.weight must be in the same unit as model.embedding.weight", tied(run.kind), {}),  # FSDP2 parts them

@@ -414,7 +414,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     ) -> int:  # fmt: skip
         x: Any = mock.Mock(device=torch.device("cuda", 0), shape=(1, 8, 2, 8), dtype=torch.bfloat16)
         x.stride.return_value, x.data_ptr.return_value = (stride,), address
-        plan.plan_or_reuse(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
+        plan.plan_of(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
         return len(made)
 
     assert [ask(), ask(), ask(address=32), ask(stride=9), ask(address=2), ask(flags=7)] == [1, 1, 1, 2, 3, 4]
