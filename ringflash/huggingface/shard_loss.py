@@ -86,8 +86,8 @@ def find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | No
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:
             return ValueError(
-                f"{name} must be given with labels on a ring, got none, which transformers would shift and count "
-                "inside each shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use "
+                f"{name} must be given with labels on a ring, got none: transformers would shift and count the labels "
+                "of each shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use "
                 "CausalLMWithLoss."
             )
     return None

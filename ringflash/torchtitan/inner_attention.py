@@ -93,8 +93,8 @@ class RingInnerAttention(Module):
         if score_mod is not None or unknown:
             given = sorted(unknown) + ["score_mod"] * (score_mod is not None)
             raise NotImplementedError(
-                f"attention must be called without {' and '.join(given)}, got it from the model; leave "
-                "ringflash.torchtitan.ring_attention out for this model."
+                f"attention must be called without {' and '.join(given)}, which this model passes; leave "
+                "ringflash.torchtitan.ring_attention out for it."
             )
         if not isinstance(mask, RingMask):
             raise NotImplementedError(

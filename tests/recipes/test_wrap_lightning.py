@@ -660,7 +660,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
             varied(run.kind, step=lambda self, batch: run.kind.step(self, batch) * torch.nan), {},
         ),
         (
-            "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super",
+            "batches must be cut before a step, got a batch that on_before_batch_transfer has not seen; call super",
             varied(run.kind, on_before_batch_transfer=lambda self, batch, _: batch), {},
         ),
         (
