@@ -214,8 +214,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             return None
         if not self._ringflash_cut:
             raise RuntimeError(
-                "batches must be cut before a step, got a batch that on_before_batch_transfer has not seen; call super()'s "
-                "method where you override it, and take batch, not dataloader_iter, in steps."
+                "batches must be cut before a step, got a batch that on_before_batch_transfer has not seen; call "
+                "super()'s method where you override it, and take batch, not dataloader_iter, in steps."
             )
         return resolve(ranks_of(self.trainer).cp_group)
 
