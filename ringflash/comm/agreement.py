@@ -48,11 +48,11 @@ _policy: Policy = "changed"
 class _Errors(NamedTuple):
     """Errors in calls of a group on this rank: their number, and the place of the last one."""
 
-    count: int = 0
+    num_errors: int = 0
     place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.count}, the last {self.place}" if self.count else "none"
+        return f"{self.num_errors}, the last {self.place}" if self.num_errors else "none"
 
 
 class _Compared(NamedTuple):
@@ -214,7 +214,7 @@ class TrackedCall:
 
 def _record_error(group: dist.ProcessGroup, place: str) -> None:
     """Record an error, so that the next call of the group is compared."""
-    _errors_of_groups[group] = _Errors(_errors_of_groups.get(group, _NO_ERRORS).count + 1, place)
+    _errors_of_groups[group] = _Errors(_errors_of_groups.get(group, _NO_ERRORS).num_errors + 1, place)
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list:
