@@ -46,8 +46,8 @@ def split_hosts(hosts: list[str]) -> HostSplit:
     runs = [len(list(run)) for _, run in groupby(hosts)]
     if len(runs) > len(set(hosts)) or len(set(runs)) > 1:
         raise NotImplementedError(
-            "to exchange heads inside hosts, all hosts of the group must have the same number of ranks, numbered host "
-            f"by host, got {runs} consecutive ranks on {len(set(hosts))} hosts; start the same number of processes on "
-            "each host, or use transport='nccl'."
+            "all hosts of the group must have the same number of ranks, numbered host by host, to exchange heads "
+            f"inside hosts, got {runs} consecutive ranks on {len(set(hosts))} hosts; start the same number of "
+            "processes on each host, or use transport='nccl'."
         )
     return HostSplit(len(runs), runs[0])
