@@ -1,4 +1,8 @@
-"""A checked call: its mask, kernel implementation, algorithm and transport, chosen before anything is sent."""
+"""Plan of a call: its mask, kernel implementation, algorithm and transport, chosen before anything is sent.
+
+    plan_of         the plan of an equal call, or a new one by `plan_call`, which checks and chooses
+    CallPlan.open   once the ranks have agreed on the call: open the transport, and return the algorithm over it
+"""
 
 from __future__ import annotations
 
@@ -47,6 +51,155 @@ from ringflash_kernels.api import (
     implementation,
     rounds,
 )
+
+plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+_MAX_PLANS = 32
+_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
+
+
+def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
+    """Return the plan of a call, and the call with copies of the tensors that kernels cannot read as they are.
+
+    Equal calls on GPUs over several ranks share a plan. Plans are cached for tensors that kernels can read.
+    """
+    plan = _cached_plan(call)
+    if plan is None:
+        q, k, v = (make_addressable(x) for x in (call.q, call.k, call.v))
+        call = call._replace(q=q, k=k, v=v)
+        plan = _cached_plan(call)
+    if plan is None:
+        plan = plan_call(call)
+        if UNDECIDED not in (plan.algorithm, plan.transport):
+            _cache(call, plan)
+    return plan, call
+
+
+def _cached_plan(call: CallInputs) -> CallPlan | None:
+    key = _cache_key(call)
+    return None if key is None else plan_cache.get(key)
+
+
+def _cache(call: CallInputs, plan: CallPlan) -> None:
+    """Keep the plan of a call; drop plans of groups that have been destroyed, and the oldest one of too many."""
+    key = _cache_key(call)
+    if key is None:
+        return
+    for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
+        del plan_cache[old]
+    alike = [old for old in plan_cache if (old[1] is None) == (call.cu_seqlens is None)]
+    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else _MAX_DOCUMENT_PLANS):
+        del plan_cache[alike[0]]
+    plan_cache[key] = plan
+
+
+def _cache_key(call: CallInputs) -> tuple[Hashable, ...] | None:
+    """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
+    q, k, v, cu_seqlens, options, grad_flags = call
+    group = options.group
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+        return None
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
+        return None
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    return forms, cu_seqlens, options, grad_flags, known_split(group)
+
+
+def plan_call(call: CallInputs) -> CallPlan:
+    """Check a call without communicating.
+
+    Raises:
+        ValueError, NotImplementedError: the rule, the value found, and the remedy.
+    """
+    q, k, v, cu_seqlens, options, _ = call
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
+    mask = check_call(call)
+    impl, reason = _choose_impl(options.impl, q, k, v)
+    check_backward(impl, q.shape[-1], options.deterministic)
+    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
+    return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
+
+
+def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
+    """Return the implementation and the reason for it, after checking that it can take the inputs."""
+    if impl == "auto":
+        return choose_impl(q, k, v)
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
+    implementation(impl, q, k, v)
+    return impl, "asked for"
+
+
+def _choose_algorithm(
+    options: CallOptions, shape: CallShape
+) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
+    """Return the algorithm and the transport that the argument `transport` selects, and why.
+
+    Raises:
+        ValueError: unknown name, or heads that cannot be divided.
+        NotImplementedError: the group, the device or the layout does not support it.
+    """
+    name, group = options.transport, options.group
+    if name not in ("auto", *TRANSPORTS, *HEAD_EXCHANGES):
+        raise ValueError(
+            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, HEAD_EXCHANGES))}, got {name!r}; "
+            "'auto' takes what the GPUs' links allow."
+        )
+    exchanges = name in HEAD_EXCHANGES
+    messages = message_transport(shape.device)
+    transport = choose_transport(messages if exchanges else name, group, shape.device)
+    if exchanges and group is not None:
+        exchange = Algorithm(name)
+        _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
+        return exchange, UNDECIDED if (exchange, messages) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
+    if name == "auto":
+        algorithm, reason = _algorithm_of_auto(transport, options, shape)
+        return algorithm, transport, reason
+    return Algorithm.LOCAL if group is None else Algorithm.GATHER, transport, "asked for"
+
+
+def _algorithm_of_auto(
+    transport: str | Undecided | None, options: CallOptions, shape: CallShape
+) -> tuple[Algorithm | Undecided, str]:
+    """Return the algorithm of "auto" over a transport, and why: BY_HOST over messages if hosts and heads allow it."""
+    group = options.group
+    if group is None:
+        return Algorithm.LOCAL, "one process"
+    if transport is UNDECIDED:
+        return UNDECIDED, "decided by the first call"
+    if transport == "copy_engine":
+        return Algorithm.GATHER, "all GPUs have peer access"
+    if options.layout in DOCUMENT_LAYOUTS:
+        return Algorithm.GATHER, f"layout {options.layout!r}, whose chunks differ in size"
+    split = known_split(group)
+    if split is None:
+        return Algorithm.GATHER, refusal_of(group) or "hosts are not known"
+    if split.num_hosts == 1 or split.num_gpus == 1:
+        return Algorithm.GATHER, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
+    if shape.num_heads % split.num_gpus:
+        return Algorithm.GATHER, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
+    return Algorithm.BY_HOST, str(split)
+
+
+def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
+    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout in DOCUMENT_LAYOUTS:
+        raise NotImplementedError(
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
+            "chunks differ in size; use transport='auto', or layout='zigzag'."
+        )
+    if split is not None:
+        check_heads(num_heads, split.num_gpus, algorithm)
+
+
+def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
+    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
+    if group is None or algorithm not in HEAD_EXCHANGES:
+        return None
+    return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
 
 
 @dataclass(frozen=True)
@@ -189,77 +342,6 @@ class CallPlan:
         return LocalAttention(own, *kernel_options)
 
 
-plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
-_MAX_PLANS = 32
-_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
-
-
-def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
-    """Return the plan of a call, and the call with copies of the tensors that kernels cannot read as they are.
-
-    Equal calls on GPUs over several ranks share a plan. Plans are cached for tensors that kernels can read.
-    """
-    plan = _cached_plan(call)
-    if plan is None:
-        q, k, v = (make_addressable(x) for x in (call.q, call.k, call.v))
-        call = call._replace(q=q, k=k, v=v)
-        plan = _cached_plan(call)
-    if plan is None:
-        plan = plan_call(call)
-        if UNDECIDED not in (plan.algorithm, plan.transport):
-            _cache(call, plan)
-    return plan, call
-
-
-def _cached_plan(call: CallInputs) -> CallPlan | None:
-    key = _cache_key(call)
-    return None if key is None else plan_cache.get(key)
-
-
-def _cache(call: CallInputs, plan: CallPlan) -> None:
-    """Keep the plan of a call; drop plans of groups that have been destroyed, and the oldest one of too many."""
-    key = _cache_key(call)
-    if key is None:
-        return
-    for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
-        del plan_cache[old]
-    alike = [old for old in plan_cache if (old[1] is None) == (call.cu_seqlens is None)]
-    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else _MAX_DOCUMENT_PLANS):
-        del plan_cache[alike[0]]
-    plan_cache[key] = plan
-
-
-def _cache_key(call: CallInputs) -> tuple[Hashable, ...] | None:
-    """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
-    q, k, v, cu_seqlens, options, grad_flags = call
-    group = options.group
-    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
-        return None
-    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
-        return None
-    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
-    return forms, cu_seqlens, options, grad_flags, known_split(group)
-
-
-def plan_call(call: CallInputs) -> CallPlan:
-    """Check a call without communicating.
-
-    Raises:
-        ValueError, NotImplementedError: the rule, the value found, and the remedy.
-    """
-    q, k, v, cu_seqlens, options, _ = call
-    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
-        raise NotImplementedError(
-            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
-            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
-        )
-    mask = check_call(call)
-    impl, reason = _choose_impl(options.impl, q, k, v)
-    check_backward(impl, q.shape[-1], options.deterministic)
-    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
-    return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
-
-
 def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, object]:
     """Return `_signature` and others; equal calls of a plan share one dictionary."""
     key = tuple(others.values())
@@ -287,82 +369,3 @@ def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "deterministic": options.deterministic,
         "hosts": str(split_of(plan.algorithm, options.group)),
     }
-
-
-def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
-    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
-    if group is None or algorithm not in HEAD_EXCHANGES:
-        return None
-    return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
-
-
-def _choose_algorithm(
-    options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
-    """Return the algorithm and the transport that the argument `transport` selects, and why.
-
-    Raises:
-        ValueError: unknown name, or heads that cannot be divided.
-        NotImplementedError: the group, the device or the layout does not support it.
-    """
-    name, group = options.transport, options.group
-    if name not in ("auto", *TRANSPORTS, *HEAD_EXCHANGES):
-        raise ValueError(
-            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, HEAD_EXCHANGES))}, got {name!r}; "
-            "'auto' takes what the GPUs' links allow."
-        )
-    exchanges = name in HEAD_EXCHANGES
-    messages = message_transport(shape.device)
-    transport = choose_transport(messages if exchanges else name, group, shape.device)
-    if exchanges and group is not None:
-        exchange = Algorithm(name)
-        _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
-        return exchange, UNDECIDED if (exchange, messages) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
-    if name == "auto":
-        algorithm, reason = _algorithm_of_auto(transport, options, shape)
-        return algorithm, transport, reason
-    return Algorithm.LOCAL if group is None else Algorithm.GATHER, transport, "asked for"
-
-
-def _algorithm_of_auto(
-    transport: str | Undecided | None, options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str]:
-    """Return the algorithm of "auto" over a transport, and why: BY_HOST over messages if hosts and heads allow it."""
-    group = options.group
-    if group is None:
-        return Algorithm.LOCAL, "one process"
-    if transport is UNDECIDED:
-        return UNDECIDED, "decided by the first call"
-    if transport == "copy_engine":
-        return Algorithm.GATHER, "all GPUs have peer access"
-    if options.layout in DOCUMENT_LAYOUTS:
-        return Algorithm.GATHER, f"layout {options.layout!r}, whose chunks differ in size"
-    split = known_split(group)
-    if split is None:
-        return Algorithm.GATHER, refusal_of(group) or "hosts are not known"
-    if split.num_hosts == 1 or split.num_gpus == 1:
-        return Algorithm.GATHER, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
-    if shape.num_heads % split.num_gpus:
-        return Algorithm.GATHER, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
-    return Algorithm.BY_HOST, str(split)
-
-
-def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
-    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
-    if layout in DOCUMENT_LAYOUTS:
-        raise NotImplementedError(
-            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
-            "chunks differ in size; use transport='auto', or layout='zigzag'."
-        )
-    if split is not None:
-        check_heads(num_heads, split.num_gpus, algorithm)
-
-
-def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
-    """Return the implementation and the reason for it, after checking that it can take the inputs."""
-    if impl == "auto":
-        return choose_impl(q, k, v)
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
-    implementation(impl, q, k, v)
-    return impl, "asked for"
