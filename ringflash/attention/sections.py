@@ -84,16 +84,15 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
     min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
     if min_heads >= num_kv_heads:
         return Sections((num_kv_heads,), (num_kv_heads,))
-    head_elements = 2 * batch * keys * head_dim  # of K and V of one KV head
-    fitting_heads = max(min_heads, BUFFER_BYTES // (head_elements * dtype.itemsize))
-    max_heads = num_kv_heads if fits_unbuffered(sizes) else fitting_heads
+    head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
+    max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
     hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
     exposed_share = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
     forward = _forward_sections(num_kv_heads, hidden_pulls, max_heads, exposed_share)
     if not is_long:
         return Sections(forward, _equal_parts(num_kv_heads, min_heads))
-    max_heads = max(min_heads, BUFFER_BYTES // (head_elements * state_dtype(dtype).itemsize))
+    max_heads = max(min_heads, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
     return Sections(forward, _backward_sections(num_kv_heads, hidden_pulls, max_heads))
 
 
