@@ -1,7 +1,7 @@
 """Plan of a call: its mask, kernel implementation, algorithm and transport, chosen before anything is sent.
 
-    plan_of         the plan of an equal call, or a new one by `plan_call`, which checks and chooses
-    CallPlan.open   once the ranks have agreed on the call: open the transport, and return the algorithm over it
+plan_of         the plan of an equal call, or a new one by `plan_call`, which checks and chooses
+CallPlan.open   once the ranks have agreed on the call: open the transport, and return the algorithm over it
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
+from ringflash.comm.timeouts import describe_timeout
 from ringflash.comm.timeouts import timeout as ring_timeout
-from ringflash.comm.timeouts import within
 from ringflash.version import __version__
 
 Policy = Literal["changed", "always", "never"]
@@ -259,8 +259,9 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
     try:
         _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
+        after = describe_timeout(limit, begun)
         raise RuntimeError(
-            f"some of the {group.size()} ranks of the group did not join the call{within(limit, begun)} ({cause}); "
+            f"some of the {group.size()} ranks of the group did not join the call{after} ({cause}); "
             "look for a rank that has stopped, or that made another call."
         ) from cause
     return [x.numpy().tobytes() for x in gathered]

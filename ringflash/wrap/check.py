@@ -74,7 +74,7 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     """Compare as `check_wrapped`; `loss` and `remedy` are the words of the error for losses that differ."""
     state = wrapped_state(module)
     group = state.options.group
-    ring, whole = _both(module, state, run, _Trace(state), _Trace(state))
+    ring, whole = _trace_both(module, state, run, _Trace(state), _Trace(state))
     error = _difference(ring.calls, whole.calls, state.options) or _tensor_difference(ring, whole)
     agree(group, {"check_wrapped": len(ring.calls), "results": len(whole.results)}, error)
     agree(group, {}, _result_difference(ring, whole))
@@ -89,7 +89,7 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     losses.name += " with random numbers in place of the logits,"
     for draw in range(len(RANDOM_SIZES)):
         traces = (_Trace(state, random_after=plain, draw=draw) for plain in (ring, whole))
-        ring_drawn, whole_drawn = _both(module, state, run, *traces)
+        ring_drawn, whole_drawn = _trace_both(module, state, run, *traces)
         drawn_losses = gather(group, ring_drawn.loss)
         if whole_drawn.loss is not None and math.isfinite(whole_drawn.loss):
             losses.compare(drawn_losses, whole_drawn.loss, min(bound, RANDOM_BOUND), group)
@@ -221,7 +221,7 @@ class _Trace:
         return (height * torch.sin(2 * math.pi * (phase + features))).view(x.shape).to(x.dtype)
 
 
-def _both(
+def _trace_both(
     module: nn.Module, state: WrappedState, run: Callable[[Group], Any], ring: _Trace, whole: _Trace
 ) -> tuple[_Trace, _Trace]:
     """Trace a run on the ring and one on the whole sequence."""
