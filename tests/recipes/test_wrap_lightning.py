@@ -673,7 +673,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
         ),
         (
             "buffers that a training forward changes must be equal on all ranks of a ring, got different values of "
-            "counts, since each rank has other tokens; sum what they are computed from over the ring, by",
+            "counts; each rank has other tokens, so sum what they are computed from over the ring, by",
             counted(run.kind), {},
         ),
         (
