@@ -340,9 +340,7 @@ def test_buffers_of_a_copied_model_are_compared(ctx: Context) -> None:
     huggingface.set_group(model, ctx.group)
     copied = deepcopy(model)
     copied.model.norm.register_forward_pre_hook(lambda *_: copied.model.counted.add_(ctx.rank))
-    with pytest.raises(
-        ValueError, match="buffers that a training forward changes must be equal .* of counted; each"
-    ):
+    with pytest.raises(ValueError, match="buffers that a training forward changes must be equal .* of counted; each"):
         copied.train()(**huggingface.prepare_batch(tokens(), group=ctx.group))
 
 
