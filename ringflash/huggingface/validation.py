@@ -254,7 +254,7 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
     """Raise NotImplementedError unless a layer passes on the window or chunks that its configuration declares."""
     if window is None and _is_windowed(module):
         raise NotImplementedError(
-            "sliding_window must reach the attention of a sliding layer, got None; set it to None in the configuration."
+            "sliding_window must reach the attention of a sliding layer, got None; set it to None in the configuration, too."
         )
     if window is not None and window != (declared := _declared_window(module, window)):
         raise NotImplementedError(
@@ -282,7 +282,7 @@ def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
 def _check_padding(is_token: Tensor | None, causal: bool) -> None:
     if is_token is not None and not causal:
         raise NotImplementedError(
-            "attention_mask must be None in prepare_batch for full attention, got a mask, but queries would see the "
+            "attention_mask must be None in prepare_batch for full attention, got a mask: queries would see the "
             "padding; make padding a separate document (ringflash.pad_sequence with cu_seqlens)."
         )
 
