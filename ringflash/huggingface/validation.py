@@ -254,7 +254,7 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
     """Raise NotImplementedError unless a layer passes on the window or chunks that its configuration declares."""
     if window is None and _is_windowed(module):
         raise NotImplementedError(
-            "sliding_window must reach the attention of a sliding layer, got None; set the configuration's to None, too."
+            "sliding_window must reach the attention of a sliding layer, got None; make the configuration's None, too."
         )
     if window is not None and window != (declared := _declared_window(module, window)):
         raise NotImplementedError(
