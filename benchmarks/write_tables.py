@@ -28,7 +28,6 @@ EXAMPLES = {
 }
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 EVERY_ROW = "measurements.md"
-EARLIER = ("two_sided_beside_1xh100", "two_sided_beside_diffusion_1xh200")  # docs/masks.md has one such table
 
 
 def main(root: Path = ROOT) -> None:
@@ -84,7 +83,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
         ("prefixes_*", prefixes_table),
     ):
         for name, result in _of_results(pattern):
-            yield "docs/measurements.md" if name in EARLIER else "docs/masks.md", name, write(result)
+            yield "docs/masks.md", name, write(result)
     for name, result in _of_results("fp8_errors_cpu"):
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
