@@ -28,14 +28,14 @@ EXAMPLES = {
 }
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
 EVERY_ROW = "measurements.md"
-EARLIER = ("two_sided_beside_1xh100", "two_sided_beside_diffusion_1xh200")  # docs/masks.md has one such table
 
 
 def main(root: Path = ROOT) -> None:
     """Replace every table between markers, and every quoted figure."""
     for path, name, text in tables():
         page = root / path
-        page.write_text(replace(page.read_text(), name, _link(name) if page.name == EVERY_ROW else text, path))
+        if page.name != EVERY_ROW:
+            page.write_text(replace(page.read_text(), name, text, path))
     write_quotes(root)
 
 
@@ -44,11 +44,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri == EVERY_ROW:
         for path, name, text in tables():
             if Path(path).name == EVERY_ROW:
-                markdown = replace(markdown, name, text, path)
+                markdown = markdown.replace(link(name), f"\n{text}\n")
     return markdown
 
 
-def _link(name: str) -> str:
+def link(name: str) -> str:
     """Return a link to the result of a table, which may be one of several tables of that result."""
     result = name if (RESULTS / f"{name}.json").exists() else name.rpartition("_")[0]
     return f"[{name}](../benchmarks/results/{result}.json)"
@@ -57,8 +57,7 @@ def _link(name: str) -> str:
 def tables() -> Iterator[tuple[str, str, str]]:
     """Return the page, name and text of every table."""
     for name, result in _of_results("multi_gpu_*"):
-        write = beside_table if name.startswith("multi_gpu_beside") else multi_gpu_table
-        yield "docs/measurements.md", name, write(result)
+        yield "docs/measurements.md", name, multi_gpu_table(result)
     for name, result in _of_results("kernel_errors_*"):
         yield "docs/measurements.md", name, errors_table(result)
     for name, result in _of_results("kernels_*"):
@@ -71,8 +70,7 @@ def tables() -> Iterator[tuple[str, str, str]]:
     for name, result in _of_results("ring_documents_*"):
         yield "docs/masks.md", name, ring_documents_table(result)
     for name, result in _of_results("training_*"):
-        write = steps_tables if name.startswith("training_whole") else training_table
-        yield "docs/measurements.md", name, write(result)
+        yield "docs/measurements.md", name, steps_tables(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
@@ -84,12 +82,11 @@ def tables() -> Iterator[tuple[str, str, str]]:
         ("prefixes_*", prefixes_table),
     ):
         for name, result in _of_results(pattern):
-            yield "docs/measurements.md" if name in EARLIER else "docs/masks.md", name, write(result)
+            yield "docs/masks.md", name, write(result)
     for name, result in _of_results("fp8_errors_cpu"):
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
-        page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
-        yield page, name, fp8_losses_table(result, about=page == "docs/measurements.md")
+        yield "docs/fp8.md", name, fp8_losses_table(result)
         yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
     for name, result in _of_results("fp8_steps_*"):
         yield "docs/measurements.md", name, fp8_steps_table(result)
@@ -136,14 +133,7 @@ def _measured(result: dict, *packages: str, by: str = "") -> str:
     """
     about = result.get("environment", result)
     versions = ", ".join(f"{'NCCL' if name == 'nccl' else name} {about[name]}" for name in packages)
-    return f"{_command(about, by)} on {about['device']}, {versions}, commit {about['commit']}"
-
-
-def _command(about: dict, by: str = "") -> str:
-    """Quote the command of a result, and say if its script has moved since."""
-    name = about["command"].split()[0].removeprefix("benchmarks/")
-    moved = " (now in benchmarks/studies)" if (ROOT / "benchmarks" / "studies" / name).is_file() else ""
-    return f"`{by}{about['command']}`{moved}"
+    return f"`{by}{about['command']}` on {about['device']}, {versions}, commit {about['commit']}"
 
 
 def _cases(result: dict) -> str:
@@ -157,17 +147,6 @@ def multi_gpu_table(result: dict) -> str:
         for name, worst in result["worst"].items()
     )
     return _page(_cases(result), ("tensor", "max", "mean", "case of the largest max"), rows)
-
-
-def beside_table(result: dict) -> str:
-    """Tabulate the mean error over budget of each contender by tensor, the largest of all chunks and ranks."""
-    rows, before = [], ""
-    for name, spent in result["cases"].items():
-        case, contender = name.split(": ")
-        means = (f"{spent[tensor]['mean']:.3f}" for tensor in BESIDE)
-        rows.append((case if case != before else "", contender, *means))
-        before = case
-    return _page(_cases(result), ("case", "", *(f"`{x}`" for x in BESIDE)), rows)
 
 
 def errors_table(result: dict) -> str:
@@ -261,12 +240,8 @@ def ring_documents_table(result: dict) -> str:
     return _page(f"{about['device']}, commit {about['commit']}.", ("tokens of a document", *layouts), rows)
 
 
-def fp8_losses_table(result: dict, about: bool = True) -> str:
-    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise.
-
-    Args:
-        about: say what was trained, which the page otherwise says.
-    """
+def fp8_losses_table(result: dict) -> str:
+    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise."""
     rows = []
     for variant, choices in result["final"].items():
         first = next(iter(choices))
@@ -277,7 +252,7 @@ def fp8_losses_table(result: dict, about: bool = True) -> str:
                 spread = f"{mean(apart):+.2f} ± {stdev(apart) / len(apart) ** 0.5:.2f}%" if name != first else ""
                 cells += [f"{mean(losses[which]):.4f}", spread]
             rows.append((f"{variant}, {name}", *cells))
-    source = f"{_measured(result, 'torch', 'triton')}.{' ' + result['about'] if about else ''}"
+    source = f"{_measured(result, 'torch', 'triton')}."
     return _page(source, ("", "training loss", "from bf16", "held-out loss", "from bf16"), rows)
 
 
@@ -332,21 +307,6 @@ def _untimed(results: list[dict]) -> str:
     return f"flash-attn-4 was not timed in {which}: the ideal is of our kernel{around}."
 
 
-def training_table(result: dict) -> str:
-    """Tabulate the last step of every run and its plan."""
-    rows = []
-    for run in result["runs"]:
-        last, cells = run["steps"][-1], list[str]()
-        for name in ("memory_gib", "step_seconds"):
-            measured, planned = run[name], run[f"planned_{name}"]
-            cells += [f"{measured:.2f}", f"{planned:.2f} ({100 * (planned / measured - 1):+.0f}%)"]
-        speed = f"{last['tflops_per_rank']:.0f}", f"{last['mfu_percent']:.1f}%"
-        rows.append((f"{run['layers']}", f"{run['seqlen']:,}", f"{run['visible_fraction']:.2f}", *cells, *speed))
-    source = f"{_measured(result, 'torch', 'triton', 'lightning')}. {result['about']}"
-    planned = ("GiB", "planned", "s a step", "planned")
-    return _page(source, ("layers", "tokens", "visible", *planned, "model TFLOP/s a GPU", "MFU"), rows)
-
-
 def trees_table(result: dict) -> str:
     """Tabulate the same as `documents_table` of documents that continue others, without the rows of two ranks."""
     rows = [row for row in result["results"] if row["ranks"] > 2]
@@ -391,7 +351,7 @@ def documents_table(result: dict, column: str = "tokens of a document") -> str:
         cell = f"{row['balance_percent']:.0f} ({row['worst_percent']:.0f}); {row['shards']:.2g}; {row['messages']:.0f}"
         cells.setdefault((row["mix"], str(row["ranks"])), []).append(cell)
     about = result["environment"]
-    source = f"{_command(about)}, commit {about['commit']}, {result['packings']} packings of each mix."
+    source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
     return _page(source, (column, "ranks", *layouts), ((*which, *row) for which, row in cells.items()))
 
 
@@ -453,7 +413,7 @@ def steps_of_documents_table(result: dict) -> str:
         for row in result["steps"]
     )
     head = ("tokens of a document", "of a sequence", "sequences of a step", "shuffled", "mixed by length", "and sorted")
-    return _page(f"{_command(about)}, commit {about['commit']}.", head, rows)
+    return _page(f"`{about['command']}`, commit {about['commit']}.", head, rows)
 
 
 def steps_tables(result: dict) -> str:

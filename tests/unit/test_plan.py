@@ -286,15 +286,13 @@ MEASURED = [
     for path in sorted((ROOT / "benchmarks" / "results").glob("*_*xh200.json"))
     if _is_run(run := json.loads(path.read_text()))
     for step in {step["seqlen"]: step for step in run["steps"]}.values()  # the last of each length
-    if not (run["memory"]["liger"] and "num_experts" in run["model"])  # which no plan counts
 ]
 
 
 def _is_settled(name: str, step: dict[str, Any]) -> bool:
     """Return False for a short step that was the first of its run, one tile, or waited for a host."""
     unsettled = (
-        "liger_2xh200", "without_liger_2xh200", "experts_tiled_2xh200", "fp8_steps_float8_1xh200",
-        "fp8_steps_eight_layers_2xh200", "fp8_steps_eight_layers_float8_2xh200",
+        "fp8_steps_float8_1xh200", "fp8_steps_eight_layers_2xh200", "fp8_steps_eight_layers_float8_2xh200",
     )  # fmt: skip
     return name not in unsettled or step["seqlen"] > 100_000
 
@@ -309,17 +307,13 @@ def _no_longer(run: dict[str, Any], step: dict[str, Any]) -> float:
 
     These are copies of checkpoints, and products of tiles, by their part of all, in millions of parameters by layer.
     """
-    parts, layers, experts = step["parts"], run["model"]["num_hidden_layers"], "num_experts" in run["model"]
+    parts, layers = step["parts"], run["model"]["num_hidden_layers"]
     if parts["idle"] > 0.15 * step["seconds"] and step["seqlen"] < 100_000:
         return 0.0  # the host's pace, with work left over
-    first = "document_tokens" not in run  # before 9f0f252
-    seconds = parts["host copies"] if _waited_for_copies(run) else 0.0
-    if not run["memory"]["mlp_tile_tokens"]:
-        return seconds
-    if experts:  # which are tokens' own products, and most of all
-        return seconds + (parts["linear"] / 5 if first else 0.0)
+    if not _waited_for_copies(run):
+        return 0.0
     mlp, others = 151, 4 * 42 + 3 * 622 / layers
-    return seconds + (parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others) if first else 0.0)
+    return parts["host copies"] + parts["linear"] * (mlp + mlp / 3) / (5 * mlp + others)
 
 
 def _planned(run: dict[str, Any], step: dict[str, Any]) -> tuple[TrainingJob, Machine]:
