@@ -141,8 +141,8 @@ def attention_forward(
     check_inputs(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
-            "q, k and v must not require grad, got some that do and would get none; call ringflash.ring_attention with "
-            "group=None, or use torch.no_grad and attention_backward."
+            "q, k and v must not require grad, got tensors that do, whose gradients would be lost; call "
+            "ringflash.ring_attention with group=None, or use torch.no_grad and attention_backward."
         )
     mask = _mask_of(q, k, mask, causal, window_size)
     if acc is not None and lse is None:

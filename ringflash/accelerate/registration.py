@@ -42,7 +42,7 @@ def register(*, share_prefixes: bool | int = False) -> None:
             f"accelerate 1.15 and transformers 5.17, or later, must be installed, got {cause}; {_REMEDY}."
         ) from cause
     if isinstance(ParallelismConfig.cp_enabled, _CpEnabled):
-        raise RuntimeError("register must be called once in a process, got a second call; leave it out.")
+        raise RuntimeError("register must be called once in a process, got a second call; remove that call.")
     wrappers: list[tuple[Any, Callable[..., Any]]] = [
         (ParallelismConfig, __post_init__), (ParallelismConfig, build_device_mesh),
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
@@ -56,7 +56,7 @@ def register(*, share_prefixes: bool | int = False) -> None:
         wrappers.append((Trainer, _track_num_input_tokens))
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
-        raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
+        raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without them; {_REMEDY}.")
     from ringflash.accelerate.forward import RingForward  # imports much, and needs transformers
 
     RingForward.min_shared = int(share_prefixes)
@@ -215,8 +215,8 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
     loader = args[0] if args else options["dataloader"]
     if type(getattr(loader, "batch_sampler", None)).__name__ == "BatchRebalanceSampler":
         raise NotImplementedError(
-            f"train_sampling_strategy must not be 'batch_rebalance' with cp_backend={NAME!r}, got it, which gives each "
-            "rank of a ring different batches; use 'random' or 'group_by_length'."
+            f"train_sampling_strategy must be 'random' or 'group_by_length' with cp_backend={NAME!r}, got "
+            "'batch_rebalance', which gives different batches to the ranks of a ring; use one of these."
         )
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and "rank" in seed.keywords:

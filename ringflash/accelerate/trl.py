@@ -72,7 +72,7 @@ def fused_head_of(forward: Callable[..., Any]) -> FusedHead | None:
     head = FusedHead(**bound)
     if unknown := set(head.outputs) - _OUTPUTS:
         raise NotImplementedError(
-            f"outputs must be of {sorted(_OUTPUTS)}, got {sorted(unknown)}; leave use_weighting out."
+            f"outputs must be some of {sorted(_OUTPUTS)}, got {sorted(unknown)}; leave use_weighting out."
         )
     return head
 
@@ -106,13 +106,13 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
     for name, value in over_all.items():
         if getattr(args, name, None) == value:
             raise NotImplementedError(
-                f"{name} must not be {value!r} with cp_backend='ringflash', got it: TRL would count each completion "
-                "once for every rank of a ring; scale rewards within groups."
+                f"{name} must not be {value!r} with cp_backend='ringflash': TRL would count each completion once for "
+                "every rank of a ring. Scale rewards within groups."
             )
     if (quantile := getattr(args, "top_entropy_quantile", 1.0)) < 1:
         raise NotImplementedError(
-            f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile of "
-            "entropies of all ranks, which has each token once for every rank of a ring; leave it out."
+            f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile over "
+            "all ranks, and would count each token once for every rank of a ring; leave it out."
         )
     args.generation_batch_size = per_rank * (args.world_size // cp_size)
 

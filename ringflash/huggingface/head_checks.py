@@ -38,8 +38,8 @@ def find_loss_error(causal: Any) -> Exception | None:
     if compute in known and (not replaced or _is_cross_entropy(compute, part)):
         return None
     return NotImplementedError(
-        "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-        f"{_name_of(replaced[0] if replaced else compute)}; leave it out, or compute the loss from ringflash.log_probs."
+        "loss_function must be transformers' own for causal models, because a ring computes the loss without it, got "
+        f"{_name_of(replaced[0] if replaced else compute)}; remove it, or compute the loss from ringflash.log_probs."
     )
 
 
@@ -74,8 +74,8 @@ def find_bypassed_error(causal: nn.Module) -> Exception | None:
     if found is None:
         return None
     return NotImplementedError(
-        f"{type(causal).__name__} must have no forward or hooks of its own in CausalLMWithLoss, which calls "
-        f"the decoder only, got {found}, which would not be called; leave it out, or put it on the CausalLMWithLoss."
+        f"{type(causal).__name__} must have no forward or hook of its own in a CausalLMWithLoss, got {found}: only the "
+        "decoder in it is called. Remove it, or put it on the CausalLMWithLoss."
     )
 
 

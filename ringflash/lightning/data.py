@@ -354,5 +354,5 @@ def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: b
             raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
     assert dist.group.WORLD is not None
     if len(set(gather(dist.group.WORLD, files.header.fingerprint))) > 1:
-        raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
+        raise ValueError(f"{folder} must hold the same token files on every rank, got different ones; copy them again.")
     return files

@@ -42,7 +42,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False)
         )
     for module in tiled:
         if isinstance(module, _Tiled):
-            raise ValueError(f"MLPs must be tiled once, got {type(module).__name__}; leave the second call out.")
+            raise ValueError(f"MLPs must be tiled only once, got {type(module).__name__}; remove the second call.")
         if _is_gated(module) and any(not isinstance(getattr(module, name), nn.Linear) for name in _PROJECTIONS):
             raise NotImplementedError(
                 f"projections of {type(module).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."

@@ -141,6 +141,6 @@ def _check(options: dict[str, Any]) -> None:
     """Raise NotImplementedError for options of a shard only, or that act on outputs before earlier ranks are added."""
     if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
         raise NotImplementedError(
-            f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "
-            "bounds of documents, and multiply the result by a gate."
+            "options must not describe tokens, documents, states or gates, which differ on a shard, got "
+            f"{', '.join(given)}; pass bounds of documents to ContiguousShard.of, and multiply the result by a gate."
         )

@@ -222,7 +222,7 @@ def test_uncut_length_and_no_documents_are_refused(tmp_path: Path) -> None:
         (partial(sequences, 2, 8, cp_size=2, layout="documents"), "layout must not be 'documents' for packed token"),
         (partial(sequences, 0, 4), "documents must not be empty, got none; prepare more text"),
         # a book in one file: nothing would be left to train on
-        (partial(split, 1, 5.0, 0), "documents must be more than the 1 that held_out_percent 5.0 holds out, got"),
+        (partial(split, 1, 5.0, 0), "must have more than 1 documents, which held_out_percent 5.0 holds out, got"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -333,7 +333,7 @@ def test_tiles_refuse_tensors_that_are_lent() -> None:
     with torch.no_grad():
         first, whole = (torch.func.functional_call(mlp, lent, y) for y in (x[:, :5], x))
         assert torch.equal(first, whole[:, :5])
-    with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
+    with pytest.raises(ValueError, match="MLPs must be tiled only once, got TiledLlamaMLP"):
         save_memory(mlp, Memory(mlp_tile_tokens=5))
 
 

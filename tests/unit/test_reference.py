@@ -128,7 +128,7 @@ def test_nan_reaches_only_the_rows_that_see_it(name: str, index: int, value: flo
         ({"mask": Mask.full(12, 12), "causal": True}, "mask must come without causal and window_size, got both; put"),
         ({"mask": Mask.full(12, 11)}, r"mask must be made for seqlen_q, seqlen_k \(12, 12\), got \(12, 11\); build"),
         ({"impl": "cutlass"}, "impl must be one of .*, got 'cutlass'; use"),
-        ({"k": torch.zeros(2, 12, 2, 16, requires_grad=True).double()}, "must not require grad, got some that do and"),
+        ({"k": torch.zeros(2, 12, 2, 16, requires_grad=True).double()}, "must not require grad, got tensors that do, "),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

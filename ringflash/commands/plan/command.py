@@ -197,8 +197,8 @@ def _arguments_of(strategy: object) -> dict[str, Any]:
     name, arguments = str(named.get("class_path")), named.get("init_args") or {}
     if "deepspeed" in name.lower():
         raise NotImplementedError(
-            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
-            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
+            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; for ZeRO-3, which shards "
+            "weights as FSDP2 does, leave that recipe out. Lower stages keep whole weights, and cannot be planned."
         )
     if (copies := arguments.get("replicate_size", 1)) != 1:
         raise NotImplementedError(
