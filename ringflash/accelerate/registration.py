@@ -36,7 +36,7 @@ def register(*, share_prefixes: bool | int = False) -> None:
         import accelerate.accelerator
         from accelerate import Accelerator, ParallelismConfig
         from accelerate.scheduler import AcceleratedScheduler
-        from transformers import Trainer
+        from transformers import Trainer, TrainingArguments
     except ImportError as cause:
         raise RuntimeError(
             f"accelerate 1.15 and transformers 5.17, or later, must be installed, got {cause}; {_REMEDY}."
@@ -50,7 +50,7 @@ def register(*, share_prefixes: bool | int = False) -> None:
         (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
-        (Trainer, floating_point_ops),
+        (Trainer, floating_point_ops), (TrainingArguments, _post_init_arguments),
     ]  # fmt: skip
     if hasattr(Trainer, _track_num_input_tokens.__name__):  # some releases count within the training loop
         wrappers.append((Trainer, _track_num_input_tokens))
@@ -283,7 +283,31 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
         self.split_batches = False
 
 
-# Trainer
+# TrainingArguments and Trainer
+
+
+def _post_init_arguments(original: Callable[..., Any], self: Any) -> None:
+    """Count every rank in a generation_batch_size that was given: TRL divides it by the processes, not by the rings.
+
+    `count_groups_of_rings` counts rings again.
+    """
+    original(self)
+    if getattr(self, "generation_batch_size", None) is not None:
+        self.generation_batch_size *= _ring_size_of(self)
+
+
+_post_init_arguments.__name__ = "__post_init__"
+
+
+def _ring_size_of(args: Any) -> int:
+    """Return the size of the ring for a trainer's arguments, also if only the launcher's environment configures it."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import parse_flag_from_env
+
+    config = args.parallelism_config
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    return ring_size(config)
 
 
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:

@@ -12,13 +12,17 @@ from ringflash.huggingface.shard_loss import ShardLoss
 
 
 def forward_of_object(module: nn.Module) -> Any:
-    """Return a forward that was set on a module, without accelerate's wrappers; None for its class's or Liger's."""
+    """Return a forward that was set on a module, without accelerate's wrappers; None for its class's or Liger's.
+
+    Of a head, None also for TRL's forward in fp32, which TRL's fused head does not call: it casts by itself.
+    """
     forward: Any = vars(module).get("forward")
     while isinstance(forward, partial):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     function = getattr(forward, "__func__", forward)
     of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
-    return None if of_liger or function is type(module).forward else forward
+    of_trl = _name_of(function).endswith("_cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32")
+    return None if of_liger or of_trl or function is type(module).forward else forward
 
 
 def find_loss_error(causal: Any) -> Exception | None:

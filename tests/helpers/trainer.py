@@ -281,7 +281,8 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
             trainer = trl.DPOTrainer(args=args, ref_model=reference, train_dataset=data, **common)
     else:
         data = Dataset.from_dict({"prompt": prompts * 2})
-        sizes = {"num_generations": 4, "max_completion_length": 6, "gradient_accumulation_steps": 2}
+        sizes = {"num_generations": 4, "max_completion_length": 6, "generation_batch_size": 8}
+        sizes |= {"gradient_accumulation_steps": 2, "cast_lm_head_to_fp32": kind == "grpo shared"}
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
         trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
         set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
