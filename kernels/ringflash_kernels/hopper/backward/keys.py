@@ -1,16 +1,21 @@
 """dQ, dK, dV for head_dim up to 128: one CTA holds 128 keys and streams the queries past them.
 
-A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. With S^T = K Q^T and
-dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
-query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
-one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
-The consumers alternate: one may start a step when the other has computed a part of its exp.
-So one computes exp while the other feeds the tensor cores. Without this rule the instruction schedule happens to give
-lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
-in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
+A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. A step is one block of queries:
 
-The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
-(`dq.py`).
+    producer   K V Q(0) dO(0) Q(1) dO(1) ...             mbarriers full / empty, a ring of stages
+    consumer   S^T = K Q^T,  dP^T = V dO^T               (keys, queries), issued when it has the turn
+               P = exp(S - lse)                          passes the turn on after a part of the exp
+               dV += P^T dO,  dQ of the previous step    dQ: half of the columns, from the dS of both consumers
+               dS = P (dP - delta),  dK += dS^T Q        dS also to shared memory, for dQ in the next step
+               dQ of the previous step                   staged, and added to memory by TMA
+
+P^T and dS^T never leave the registers on their way to dV and dK. dQ is one step late, so that neither consumer waits
+for the other's dS; a block of zeros precedes the first step. dQ is added unscaled, in fp32, its columns permuted within
+32 (see `interleave`; the postprocess kernel undoes it), in any order between CTAs. If ORDERED, three additional warps
+add it in a fixed order (`dq.py`).
+
+By turns, one consumer computes its exp while the other feeds the tensor cores. Without turns the instruction schedule
+happens to give lockstep or alternation (a difference of 15% at head_dim 64).
 
 If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
 rows at a time; of short heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
