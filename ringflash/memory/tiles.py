@@ -140,8 +140,7 @@ class _Tiled:
 
 def _run(module: Any, needed: bool, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
     """Compute a module tile by tile, so that `needed` gradients can be computed."""
-    unchanged = [x.detach() for x in parameters]  # saved only so that autograd finds a change before the backward
-    first, saved = _SaveInputs.apply(inputs[0].new_empty(0, requires_grad=needed), *inputs, *unchanged)
+    first, saved = _SaveInputs.apply(inputs[0].new_empty(0, requires_grad=needed), *inputs)
     return _Tiles.apply(module, saved, first, len(inputs), *inputs, *parameters)
 
 
@@ -195,13 +194,14 @@ class _Tiles(torch.autograd.Function):
     def forward(ctx: Any, module: Any, saved: Any, first: Tensor, num_inputs: int, *tensors: Tensor) -> Tensor:
         inputs = tensors[:num_inputs]
         kind = inputs[0].device.type
-        ctx.module, ctx.saved, ctx.num_inputs = module, saved, num_inputs
+        ctx.module, ctx.saved = module, saved
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         device = inputs[0].device
         unknown = torch.compiler.is_compiling() or capturing(device)  # states cannot be read
         before = None if unknown and not _draws(module) else _states(device)
         out = torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
         ctx.random = None if before is None or all(map(torch.equal, before, _states(device))) else before
+        ctx.versions = _versions(tensors[num_inputs:]) if any(ctx.needs_input_grad) else []
         return out
 
     @staticmethod
@@ -211,7 +211,12 @@ class _Tiles(torch.autograd.Function):
                 "create_graph must be False with mlp_tile_tokens, got True: the gradients of a tile would be "
                 "constants; set mlp_tile_tokens to 0."
             )
-        inputs, module = ctx.saved.saved_tensors[: ctx.num_inputs], ctx.module
+        inputs, module = ctx.saved.saved_tensors, ctx.module
+        if _versions(_parameters(module)) != ctx.versions:
+            raise RuntimeError(
+                f"weights of {type(module).__name__} must not change between its forward and its backward, got changed "
+                "ones: gradients would be of other weights than the outputs; step the optimizer after the backward."
+            )
         needed = ctx.needs_input_grad[4:]
         wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]
         parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
@@ -242,6 +247,11 @@ def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
         own = {name: x for name, x in module._parameters.items() if x is not None and not _is_flat(x)}
         found |= {f"{prefix}.{name}": x for name, x in (views | own).items()}
     return tuple(dict.fromkeys(found[name] for name in sorted(found)))
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of writes to parameters, as autograd counts them; none while compiling, since it cannot."""
+    return [] if torch.compiler.is_compiling() else [x._version for x in parameters]
 
 
 def _is_flat(x: Tensor | None) -> bool:
