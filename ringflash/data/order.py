@@ -24,10 +24,23 @@ class SampleOrder(Sampler[int]):
     Args:
         num_sequences: number of sequences in an epoch.
         seed: seed of the shuffling; equal on all ranks.
+        dp_rank, dp_size: data rank (index of its ring), and number of rings.
         first: number of samples that all ranks together have consumed.
+    Raises:
+        ValueError: no sequences, a rank outside [0, dp_size), or first below 0.
     """
 
     def __init__(self, num_sequences: int, *, seed: int, dp_rank: int, dp_size: int, first: int) -> None:
+        if num_sequences < 1 or first < 0:
+            raise ValueError(
+                f"num_sequences must be 1 or more and first 0 or more, got {num_sequences} and {first}; prepare more "
+                "text, and count samples from 0."
+            )
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(
+                f"dp_rank must be in [0, {dp_size}), got {dp_rank}: ranks would train on the same samples; pass the "
+                "index of the ring, not the rank in the job."
+            )
         self.num_sequences, self.seed, self.step = num_sequences, seed, dp_size
         self.next = first + dp_rank
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ringflash.comm.agreement import raising_together
 from ringflash.comm.transport import Message, PointToPoint, message_transport, open_transport
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import watching
+from ringflash.recurrent.contiguous_shard import ContiguousShard
+from ringflash.sequence.mask import Documents
 
 
 def swap(
@@ -37,13 +41,34 @@ def swap(
         call.mark("for {}", what)
 
 
-def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+@contextmanager
+def agreeing(x: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None, layout: str = "") -> Iterator[None]:
+    """Prepare an exchange of x, then raise ValueError on every rank if a rank has an error or another exchange."""
+    call: dict[str, object] = {
+        "recurrent layer's exchange of": [*x.shape],
+        "dtype": str(x.dtype),
+        "requires_grad": torch.is_grad_enabled() and x.requires_grad,
+        "layout": layout,
+        "cu_seqlens": None if bounds is None else Documents(bounds).digest,
+    }
+    with nullcontext() if torch.compiler.is_compiling() else raising_together(group, call, x.device):
+        yield
+
+
+def states_before(x: Tensor, shard: ContiguousShard) -> Tensor:
     """Return zeros and the tensors of all previous ranks, stacked: (1 + cp_rank, *shape of x), row r + 1 of rank r.
 
     Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, rank 0 its zeros,
     because the backward is a collective call.
+
+    Raises:
+        ValueError: on every rank, if tensors or bounds of documents differ between ranks.
     """
-    return torch.zeros_like(x[None]) if group is None else cast(Tensor, _StatesBefore.apply(x, group))
+    if shard.group is None:
+        return torch.zeros_like(x[None])
+    with agreeing(x, shard.group, shard.bounds):
+        pass
+    return cast(Tensor, _StatesBefore.apply(x, shard.group))
 
 
 class _StatesBefore(torch.autograd.Function):

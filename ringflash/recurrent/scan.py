@@ -72,7 +72,7 @@ def delta_rule(
         out, state = rule(**piece, initial_state=None, output_final_state=True, **options)
         outs.append(out)
     assert state is not None
-    earlier = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), shard.group)
+    earlier = states_before(pad(state, (0, key_dim + value_dim - state.shape[-1])), shard)
     arriving = earlier[0, ..., :value_dim]
     for rank in shard.previous:
         own, transition = earlier[rank + 1].split([value_dim, key_dim], -1)
@@ -127,7 +127,7 @@ def mamba2_scan(
         rows = slice(*shard.pieces[0])
         state = results[-1][1]
         decay = (dt[:, rows] * A.to(dtype)).cumsum(1)
-        earlier = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), shard.group)
+        earlier = states_before(torch.cat([state.flatten(2), decay[:, -1, :, None].exp().to(state)], -1), shard)
         arriving = earlier[0, ..., :-1]
         for rank in shard.previous:
             arriving = earlier[rank + 1, ..., -1:] * arriving + earlier[rank + 1, ..., :-1]

@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64. The recurrences here are loops over tokens.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,40 @@ def test_bounds_of_a_shard_are_refused(ctx: Context) -> None:
     """They would begin a document with each rank."""
     with pytest.raises(ValueError, match="cu_seqlens must end at the global sequence length .12., got 6"):
         ContiguousShard.of(6, ctx.group, (0, 5, 6))
+
+
+def _conv(x: Tensor, group: Any, bounds: Any, layout: str) -> Tensor:
+    shard = ContiguousShard.of(x.shape[1], group, bounds)
+    return run("conv", {"x": x, "weight": drawn(3, 1, 5, seed=2)}, shard)
+
+
+def _delta(x: Tensor, group: Any, bounds: Any, layout: str) -> Tensor:
+    inputs = {name: y[:, : x.shape[1]] for name, y in delta_inputs(len(x), False).items()}
+    return run("delta", inputs, ContiguousShard.of(x.shape[1], group, bounds))
+
+
+DIFFERENCES = {
+    "x": r"exchange of \[.*\] \(rank 0\), \[.*\] \(rank 1\)",
+    "bounds": r"cu_seqlens \(0, 4, 12\) \(rank 0\), \(0, 8, 12\) \(rank 1\)",
+    "layout": r"layout balanced \(rank 0\), contiguous \(rank 1\)",
+}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "differs"),
+    [*itertools.product((_conv, _delta), ("x", "bounds")),
+     *itertools.product((recurrent.to_sequence_order, recurrent.from_sequence_order), DIFFERENCES)],
+)  # fmt: skip
+@on_ranks(2)
+def test_exchanges_that_differ_are_refused(ctx: Context, exchange: Any, differs: str) -> None:
+    """Both ranks raise, also if all messages would have equal sizes."""
+    given = {"x": drawn(1, 6, 3, seed=1), "bounds": (0, 4, 12), "layout": "balanced"}
+    if ctx.rank:
+        given[differs] = {"x": drawn(2, 6, 3, seed=1), "bounds": (0, 8, 12), "layout": "contiguous"}[differs]
+    with pytest.raises(
+        ValueError, match=f"all ranks of the group must make the same call, got .*{DIFFERENCES[differs]}"
+    ):
+        exchange(given["x"], ctx.group, bounds=given["bounds"], layout=given["layout"])
 
 
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:

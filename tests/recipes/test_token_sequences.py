@@ -127,6 +127,21 @@ def test_every_epoch_has_another_order() -> None:
     assert len(set(map(tuple, orders))) == 6
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dp_rank": 2}, r"dp_rank must be in \[0, 2\), got 2: ranks would train on the same samples"),
+        ({"dp_rank": -1}, "got -1"),
+        ({"first": -2}, "first 0 or more, got 50 and -2"),
+        ({"num_sequences": 0}, "num_sequences must be 1 or more"),
+    ],
+)
+def test_an_order_of_no_rank_or_sample_is_refused(given: dict[str, int], message: str) -> None:
+    """A rank of the job would draw what a data rank has drawn."""
+    with pytest.raises(ValueError, match=message):
+        SampleOrder(**{"num_sequences": 50, "seed": 0, "dp_rank": 0, "dp_size": 2, "first": 0} | given)
+
+
 @SHARED
 @given(DOCUMENTS, UNITS, st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(0, 99))
 def test_another_world_size_continues_the_same_order(

@@ -245,7 +245,7 @@ def test_command_refuses(plan: Plan, options: list[str], message: str) -> None:
         ({"data": {"init_args": {"seqlen": "64k"}}}, "seqlen must be an integer of 1 or more, got '64k'"),
         ({"model": {"memory": {"checkpoints": "full"}}}, "a recipe with model.model and data, got TypeError"),
         ({"model": {"memory": {"liger": "yes"}}}, "liger must be true, false or 'auto', got 'yes'"),
-        ({"model": {"fp8_backward": "fp8"}}, "model.fp8_backward must be left out, got 'fp8'; write model.impl: "),
+        ({"model": {"fp8_backward": "fp8"}}, "got ['fp8_backward']; correct them"),
         ({"model": {"imlp": "hopper_fp8"}}, "got ['imlp']; correct them"),
         ({"trainer": {"strategy": "deepspeed"}}, "strategy must be ContextParallelStrategy for a plan, got deepspeed"),
         (
