@@ -120,7 +120,7 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
 def share_rewards(trainer: Any, cp_size: int) -> None:
     """Give all ranks of a ring the rewards of its first rank: a judge that samples may give each of them others.
 
-    Each rank would then weigh the tokens of its shard by other advantages.
+    The ring would then train on the mean of their advantages, which is smaller than those of one process.
 
     Args:
         trainer: of TRL, for GRPO or RLOO.
