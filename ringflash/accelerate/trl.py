@@ -117,6 +117,23 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
     args.generation_batch_size = per_rank * (args.world_size // cp_size)
 
 
+def share_rewards(trainer: Any, cp_size: int) -> None:
+    """Give all ranks of a ring the rewards of its first rank: a judge that samples may give each of them others.
+
+    The ring would then train on the mean of their advantages, which is smaller than those of one process.
+
+    Args:
+        trainer: of TRL, for GRPO or RLOO.
+    """
+    calculate = trainer._calculate_rewards
+
+    def _calculate_rewards(*args: Any) -> Tensor:
+        of_ranks = calculate(*args).unflatten(0, (trainer.accelerator.num_processes, -1))
+        return of_ranks[::cp_size].repeat_interleave(cp_size, 0).flatten(0, 1)
+
+    trainer._calculate_rewards = _calculate_rewards
+
+
 def score_batch(
     head: FusedHead,
     with_loss: CausalLMWithLoss,

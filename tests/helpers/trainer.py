@@ -2,7 +2,7 @@
 
 import os
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -284,7 +284,8 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         sizes = {"num_generations": 4, "max_completion_length": 6, "generation_batch_size": 8}
         sizes |= {"gradient_accumulation_steps": 2, "cast_lm_head_to_fp32": kind == "grpo shared"}
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
-        trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
+        judge = partial(rewards, rank=ctx.rank)
+        trainer = trl.GRPOTrainer(args=args, reward_funcs=judge, train_dataset=data, rollout_func=rollout, **common)
         set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
     sharing = mock.patch.object(ring_forward.RingForward, "min_shared", int(kind == "grpo shared"))
     with (
@@ -314,5 +315,6 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {"prompt_ids": coded, "completion_ids": completions, "logprobs": None}
 
 
-def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
+def rewards(completion_ids: list[list[int]], rank: int, **_: Any) -> list[float]:
+    """Other rewards on each rank, as a judge that samples gives them."""
+    return [(sum(ids) + rank * i) % 7 / 7 for i, ids in enumerate(completion_ids)]
