@@ -22,7 +22,7 @@ from ringflash.comm.call_numbers import in_batch_row, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import UNDECIDED, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
-from ringflash.sequence.mask import check_window_size
+from ringflash_kernels.mask import check_window_size
 
 
 def ring_attention(

@@ -65,7 +65,7 @@ def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
     """
     mantissas, exponents = torch.frexp(lengths.double())  # exact, and so equal on every machine
     by_length = documents[torch.argsort(exponents + (16 * mantissas).floor() / 16, stable=True)]
-    quantiles = torch.arange(len(documents), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+    quantiles = torch.arange(len(documents), dtype=torch.float64, device="cpu") * ((math.sqrt(5) - 1) / 2) % 1
     mixed = torch.empty_like(documents)
     mixed[torch.argsort(quantiles)] = by_length
     return mixed
@@ -74,4 +74,5 @@ def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
 def shuffled(count: int, name: str) -> Tensor:
     """Return a permutation of range(count) that depends only on `name`: (count,), int64; equal on every machine."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()  # torch uses 32 bits of a seed
-    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randperm(count, generator=generator, device="cpu")  # whatever torch's default device is

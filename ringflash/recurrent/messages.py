@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -51,10 +51,11 @@ def agreeing(x: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None
         "layout": layout,
         "cu_seqlens": None if bounds is None else Documents(bounds).digest,
     }
-    with nullcontext() if torch.compiler.is_compiling() else raising_together(group, call, x.device):
+    with raising_together(group, call, x.device):
         yield
 
 
+@torch.compiler.disable(reason="ranks exchange states")
 def states_before(x: Tensor, shard: ContiguousShard) -> Tensor:
     """Return zeros and the tensors of all previous ranks, stacked: (1 + cp_rank, *shape of x), row r + 1 of rank r.
 

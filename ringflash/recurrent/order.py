@@ -39,6 +39,7 @@ def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds:
     return _exchange(x, group, layout, bounds, True)
 
 
+@torch.compiler.disable(reason="ranks exchange tokens")
 def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
     """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into the layout's order."""
     group = resolve(group)

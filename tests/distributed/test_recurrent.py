@@ -208,6 +208,26 @@ def test_exchanges_that_differ_are_refused(ctx: Context, exchange: Any, differs:
         exchange(given["x"], ctx.group, bounds=given["bounds"], layout=given["layout"])
 
 
+@on_ranks(2)
+def test_a_compiled_recurrence_equals_the_eager_one(ctx: Context) -> None:
+    """Exchanges are left out of the graph."""
+    inputs, shard = delta_inputs(1, False), ContiguousShard.of(LENGTH // 2, ctx.group, (0, 5, LENGTH))
+    held = {name: shard_sequence(x, ctx.group, 1) for name, x in inputs.items()}
+
+    def layer(value: Tensor) -> Tensor:
+        value = recurrent.to_sequence_order(value, ctx.group)
+        out = recurrent.delta_rule(loop_rule, **held | {"value": value}, shard=shard)
+        return recurrent.from_sequence_order(out, ctx.group)
+
+    results = []
+    for call in (layer, torch.compile(layer, backend="eager")):
+        value = held["value"].clone().requires_grad_()
+        out = call(value)
+        results.append((out, *torch.autograd.grad(out.square().sum(), value)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:
     """Inputs in bf16."""
     seen: list[Tensor] = []
