@@ -85,6 +85,17 @@ def test_counter_is_ready_for_the_next_launch():
         assert_close(*_outputs(_CAUSAL, Shape(), emulator=emulator), num_chunks=2)
 
 
+@_BOTH
+def test_last_group_of_more_heads(mask):
+    """Of three heads, two alternate at last; so do the last two of six in two sequences."""
+    emulator = Emulator()
+    module = emulator.load("forward.host")
+    module._L2_BYTES_PER_GROUP, module.heads_at_last = 0, lambda *_: 2
+    for batch in (1, 2):
+        shape = Shape(num_heads=3, num_kv_heads=3, batch=batch)
+        assert_close(*_outputs(mask, shape, emulator=emulator, num_sms=3), num_chunks=2)
+
+
 def _hops(mask: Mask, keys: list[tuple[int, int]]) -> list[Mask]:
     """The mask as a ring's hops see it: of each piece of the keys."""
     seqlen_q = mask.seqlen_q

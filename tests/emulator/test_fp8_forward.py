@@ -73,6 +73,17 @@ def test_shapes(mask, shape):
     _check(*_forward(rows, records, mask, shape, acc=acc, lse=lse))
 
 
+def test_last_group_of_more_heads():
+    """The order of tiles changes no bits."""
+    shape, emulator = Shape(num_heads=3, num_kv_heads=3), Emulator()
+    operands = _operands(_CAUSAL, shape)
+    (first, _), _ = _forward(*operands, _CAUSAL, shape, num_sms=3)
+    module = emulator.load("fp8.forward")
+    module.kv_heads_per_group, module.heads_at_last = lambda *_: 1, lambda *_: 2
+    (other, _), _ = _forward(*operands, _CAUSAL, shape, emulator=emulator, num_sms=3)
+    assert torch.equal(first, other)
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_interleavings(head_dim):
     """Partitions, blocks and copies in other orders give the same bits."""

@@ -208,6 +208,11 @@ def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, send
     LOGS[-1].awaited.append((LOGS[-1].numbers[event.cuda_event], LOGS[-1].place(words.data_ptr()), number, senders))
 
 
+def is_param(x: Any) -> bool:
+    """True for what the driver passes to a kernel: a number, an address or a descriptor."""
+    return type(x) is int or (type(x) is tuple and x[0] == "box")
+
+
 class FakeDriver(driver.Driver):
     """A driver that writes to the log of the present call. A captured launch writes to a log of its own."""
 
@@ -250,10 +255,9 @@ class FakeDriver(driver.Driver):
         launch(CALLER)
         LOGS.pop()
         self.launches.append(log.lines[0])
-        params = [
-            (ctypes.c_uint64 * 16)(x[1] if isinstance(x, tuple) else x) for x in log.lines[0] if type(x) in (int, tuple)
-        ]
-        self.sizes = [128 if isinstance(x, tuple) else 8 for x in log.lines[0] if type(x) in (int, tuple)]
+        given = [x for x in log.lines[0] if is_param(x)]
+        params = [(ctypes.c_uint64 * 16)(x[1] if isinstance(x, tuple) else x) for x in given]
+        self.sizes = [128 if isinstance(x, tuple) else 8 for x in given]
         self.kept += params
         found = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         yield driver._NodeParams(function=len(self.launches), params=found)
@@ -264,7 +268,7 @@ class FakeDriver(driver.Driver):
     def launch(self, function: int, *others: int) -> int:
         *_, stream, params, _ = others
         log, template = LOGS[-1], list(self.launches[function - 1])
-        numbers = [place for place, x in enumerate(template) if type(x) in (int, tuple)]
+        numbers = [place for place, x in enumerate(template) if is_param(x)]
         for place, param in zip(numbers, (ctypes.c_uint64 * len(numbers)).from_address(params), strict=True):
             x, got = template[place], log.place(ctypes.c_int64.from_address(param).value)
             template[place] = ("box", got, *x[2:]) if isinstance(x, tuple) else got

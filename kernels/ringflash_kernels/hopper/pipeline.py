@@ -29,6 +29,7 @@ class Problem(NamedTuple):
 
     Args:
         heads_per_group: query heads whose tiles are launched together, because their K/V fit in the L2 cache.
+        heads_at_last: heads of the last group; all others are whole groups.
         num_row_tiles, num_tiles: tiles of a head, and of all heads and sequences.
         lower, upper: of a band: row i sees the keys from i + lower to i + upper.
         lse_stride_b, lse_stride_h: elements.
@@ -40,6 +41,7 @@ class Problem(NamedTuple):
     num_heads: int
     heads_per_kv: int
     heads_per_group: int
+    heads_at_last: int
     num_row_tiles: int
     num_tiles: int
     lower: int
@@ -120,11 +122,12 @@ class QueryRows(NamedTuple):
 @gluon.jit
 def place_of(ticket, problem):
     """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group."""
+    last = problem.num_tiles - problem.heads_at_last * problem.num_row_tiles
     per_group = problem.heads_per_group * problem.num_row_tiles
-    group = ticket // per_group
-    rest = ticket - group * per_group
-    rank = rest // problem.heads_per_group
-    batch_head = group * problem.heads_per_group + rest - rank * problem.heads_per_group
+    first = gl.where(ticket < last, ticket // per_group * per_group, last)
+    heads = gl.where(ticket < last, problem.heads_per_group, problem.heads_at_last)
+    rank = (ticket - first) // heads
+    batch_head = first // problem.num_row_tiles + ticket - first - rank * heads
     batch = batch_head // problem.num_heads
     return batch, batch_head - batch * problem.num_heads, rank
 

@@ -736,20 +736,21 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, ends_desc, V: gl.constexp
 @gluon.jit(
     do_not_specialize=[
         "lse", "start", "stop", "table", "stretches", "counter", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
-        "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
+        "heads_per_group", "heads_at_last", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
+        "lse_stride_h",
     ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, acc_desc,  # first part of the head
     q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, if its width differs
     ends_desc, lse, start, stop, table, stretches, counter,
-    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """Attention forward; see the module docstring."""
-    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
-                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles,
+                      num_tiles, lower, upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, None, table, stretches, counter)
     q = pair(q_desc, q_desc1, V)
     k = pair(k_desc, k_desc1, V)

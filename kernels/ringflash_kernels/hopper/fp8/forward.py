@@ -49,6 +49,7 @@ from ringflash_kernels.hopper.forward.host import (
     band_of,
     check_state,
     count_sms,
+    heads_at_last,
     kv_heads_per_group,
     tile_counter,
     tile_table,
@@ -572,20 +573,20 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
 @gluon.jit(
     do_not_specialize=[
         "lse", "start", "stop", "ends", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
-        "num_heads", "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
-        "lse_stride_h", "q_stride_b", "q_stride_h",
+        "num_heads", "heads_per_kv", "heads_per_group", "heads_at_last", "num_row_tiles", "num_tiles", "lower", "upper",
+        "lse_stride_b", "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
     q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc, ends_desc,
     lse, start, stop, ends, table, stretches, counter, q_scales, row_max,
-    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles, num_tiles, lower, upper,
     lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """FP8 attention forward; see the module docstring."""
-    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
-                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles,
+                      num_tiles, lower, upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, ends, table, stretches, counter)
     q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
     q = pair(q_desc, q_desc, V)
@@ -700,12 +701,13 @@ def build_launch(
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
+    per_group = heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3])
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
         ends_of_blocks, lse, start, stop, ends, table, stretches, counter,
         q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
-        heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
+        per_group, heads_at_last(mask.regions, variant.tiles, span, batch * num_heads, per_group, num_sms),
         num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
