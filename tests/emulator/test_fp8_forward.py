@@ -206,10 +206,14 @@ def test_scales_are_fp32_whatever_the_default_dtype_is(default):
     torch.set_default_dtype(default)
     try:
         with cuda_properties(2):
-            rows, largest = Emulator().load("fp8.quantise").quantise_and_measure_q(q)
+            rows = Emulator().load("fp8.quantise").quantise_q(q)
+            numbers = Emulator().load("fp8.backward_operands").QueryNumbers.of(q, 1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert rows.scales.dtype == largest.dtype == torch.float32
+    assert rows.scales.dtype == numbers.scales.dtype == torch.float32
     assert torch.equal(rows.scales, fp8_reference.quantise_q(q).scales)
+    with cuda_properties(2):
+        Emulator().load("fp8.quantise").quantise_and_measure_q(q, *numbers[4:6], numbers.maxima)
     blocks = torch.nn.functional.pad(q.float(), (0, 0, 0, 0, 0, -q.shape[1] % 64)).unflatten(1, (-1, 64))
-    assert torch.equal(largest, blocks.abs().amax((2, 4)).transpose(1, 2))
+    assert torch.equal(numbers.scales, rows.scales) and not numbers.maxima.any()
+    assert torch.equal(numbers.largest_q, blocks.abs().amax((2, 4)).transpose(1, 2))

@@ -446,19 +446,28 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: Tensor, dv: Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
+    hop: HopRectangle,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    in_parts: bool,
+    *,
+    in_fp32: bool = True,
+    zeros: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
     If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
-    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Keys outside of the hop's rectangle get
-    zeros.
+    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Without `zeros`, the caller writes
+    these. Keys outside of the hop's rectangle get zeros.
     """
     if accumulate:
         yield dk, dv, True
     elif in_parts:
         in_place = dk.dtype == torch.float32 or not in_fp32
-        sums = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+        sums = [x if in_place else torch.empty_like(x, dtype=torch.float32) for x in (dk, dv)]
+        for x in sums if zeros else ():
+            x.zero_()
         yield sums[0], sums[1], True
         if not in_place:
             dk.copy_(sums[0])
