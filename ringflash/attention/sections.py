@@ -22,6 +22,7 @@ from ringflash_kernels.api import state_dtype
 GIB, MIB = 1 << 30, 1 << 20
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
+_MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys: a smaller call has one section, if that has so few pairs
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
 MAX_BLOCK_STEPS = 8  # over NCCL, most ranks whose keys are one block. Beyond, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
@@ -83,7 +84,9 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
         return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
     min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
     if min_heads >= num_kv_heads:
-        return Sections((num_kv_heads,), (num_kv_heads,))
+        if num_kv_heads == 1 or batch * num_heads * rows * keys < _MIN_HALVED_WORK:
+            return Sections((num_kv_heads,), (num_kv_heads,))
+        min_heads = -(-num_kv_heads // 2)
     head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
     max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
     hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
