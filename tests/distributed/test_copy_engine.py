@@ -229,6 +229,12 @@ def test_fewer_columns_are_a_shorter_call() -> None:
     assert by_columns == [(4, 4), (1, 6, 1)]
 
 
+@pytest.mark.parametrize("rows, ranks, expected", [(4096, 2, ((2, 6), (4, 4))), (2048, 4, ((8,), (8,)))])
+def test_sections_of_few_pairs(rows: int, ranks: int, expected: tuple[tuple[int, ...], ...]) -> None:
+    """As many keys, but the second call has half of the work."""
+    assert _sections_of(sizes_of((1, rows, 8, 128), 32, ranks * rows)) == expected
+
+
 def test_sections_have_every_head_once() -> None:
     """And no buffer more than it is to hold, but for those whose least section is larger."""
     shapes = itertools.product((1, 3), (10, 10**4, 10**6), range(1, 40), (64, 128))

@@ -7,6 +7,7 @@ of commands of a driver whose functions write the same log.
 
 import ctypes
 import gc
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -422,6 +423,20 @@ def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: p
         assert same == requests and [line for line, _ in moved] == [line for line, _ in memory]
         for (line, place), (_, now) in zip(memory, moved, strict=True):
             assert now <= place if line[0] == "empty" else now >= place
+
+
+def test_a_pass_in_fp8_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels write the zeros of sums, and a section frees nothing before the next one allocates."""
+    known = FakeDriver()
+    for module in (recorder, repeated_launch, step_lists, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):  # without NaN
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    calls = Calls(Case("hopper_fp8_all", num_sections=2))
+    for _ in range(5):
+        calls.log(1, repeat=True)
+    made = [entry for entry, _ in calls.memory._cache._entries.values() if isinstance(entry, tape.Tape)]
+    assert [sum(step.__qualname__.startswith("issue_step") for step in each.steps) for each in made] == [1, 1]
 
 
 def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
