@@ -231,7 +231,7 @@ def test_fewer_columns_are_a_shorter_call() -> None:
 
 @pytest.mark.parametrize("rows, ranks, expected", [(4096, 2, ((2, 6), (4, 4))), (2048, 4, ((8,), (8,)))])
 def test_sections_of_few_pairs(rows: int, ranks: int, expected: tuple[tuple[int, ...], ...]) -> None:
-    """As many keys, but the second call has half of the work."""
+    """Both gather as many keys, but the second call has half of the work."""
     assert _sections_of(sizes_of((1, rows, 8, 128), 32, ranks * rows)) == expected
 
 

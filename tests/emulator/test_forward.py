@@ -87,7 +87,7 @@ def test_counter_is_ready_for_the_next_launch():
 
 @_BOTH
 def test_last_group_of_more_heads(mask):
-    """Of three heads, two alternate at last; so do the last two of six in two sequences."""
+    """Two of three heads alternate at last; so do two of the six heads of two sequences."""
     emulator = Emulator()
     module = emulator.load("forward.host")
     module._L2_BYTES_PER_GROUP, module.heads_at_last = 0, lambda *_: 2
