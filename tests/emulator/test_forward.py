@@ -219,8 +219,9 @@ FAULTS = {
     "an arrival is missing": ("forward.kernel", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
     "proxy fences are missing": ("pipeline", "fence_async_shared()", "pass"),
     "staging buffers are overwritten while they leave": ("pipeline", "tma_store_wait(0)", "pass"),
+    "the second of two bands is the first": ("pipeline", "stop + problem.jump", "stop"),
     "a block that some rows see is passed over": (
-        "pipeline", "own_last_row + problem.upper + 1", "own_last_row - 63 + problem.upper + 1",
+        "pipeline", "stop_of(own_last_row, problem, V)", "stop_of(own_last_row - 63, problem, V)",
     ),
     "a block that some rows see on the left is passed over": (
         "pipeline", "row + FIRST + problem.lower - first_key, 0", "row + FIRST + 64 + problem.lower - first_key, 0",
@@ -239,4 +240,5 @@ def test_planted_faults_are_caught(fault):
         for head_dim in (128, 64):
             assert_close(*_outputs(mask, Shape(head_dim), emulator=emulator))
 
-    assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
+    names = "wide window", "window", "causal, ragged", "zigzag chunks before all keys"
+    assert any(is_caught(fault, MASKS[name], check) for name in names)

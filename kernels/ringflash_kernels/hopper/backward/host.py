@@ -27,7 +27,7 @@ from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backwa
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
-from ringflash_kernels.hopper.forward.host import FEW_WAVES, count_sms, last_group
+from ringflash_kernels.hopper.forward.host import FEW_WAVES, count_sms, last_group, second_band
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
@@ -578,7 +578,7 @@ def hop_of(
 
 def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
     """Return `hop_of` of a mask: a rectangle with one band or two causal ones, or tables of bounds for any other."""
-    second = None if transposed else _second_band(mask)
+    second = None if transposed else second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     unaligned = region.k_start % aligned[1] or (transposed and region.q_start % aligned[0])
     if (len(mask.regions) > 1 and second is None) or unaligned:
@@ -602,19 +602,6 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     return HopRectangle(
         min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ()
     )
-
-
-def _second_band(mask: Mask) -> Region | None:
-    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
-    if len(mask.regions) != 2:
-        return None
-    above, below = mask.regions
-    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
-    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
-    # Rows of the region above must not count as seeing keys past its last one.
-    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
-        return None
-    return below
 
 
 def first_keys(mask: Mask, device: torch.device) -> Tensor:

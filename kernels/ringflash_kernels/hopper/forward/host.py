@@ -120,19 +120,21 @@ def build_launch(
         counter: two int32 zeros, which are zeros again after the launch.
     """
     rows, keys = mask.q_span, (0, mask.seqlen_k)
-    if len(mask.regions) == 1:
-        region = mask.regions[0]
-        keys = (region.k_start, region.k_stop)
-        ends = start = stop = table = stretches = None
-        lower, upper = band_of(region)
-        kind = "none" if region.lower is None and region.upper is None else "band"
-    else:
-        kind, lower, upper = "ends" if mask.is_two_sided else "bounds", 0, 0
-        ends = stretches = None
-    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
-    k, v = cut(k, 1, keys), cut(v, 1, keys)
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
+    region, second = mask.regions[0], second_band(mask) if tiles.skips else None
+    ends = start = stop = table = stretches = None
+    lower = upper = split = jump = 0
+    if second is not None or len(mask.regions) == 1:
+        keys = (region.k_start, mask.regions[-1].k_stop)
+        lower, upper = band_of(region)
+        kind = "none" if region.lower is None and region.upper is None else "band"
+        if second is not None:
+            kind, split, jump = "bands", second.q_start - region.q_start, second.upper - region.upper
+    else:
+        kind = "ends" if mask.is_two_sided else "bounds"
+    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
+    k, v = cut(k, 1, keys), cut(v, 1, keys)
     starts = kind == "ends" and has_begins(mask)
     variant = _variant(tiles, kind, acc is not None, starts, out.dtype)
     if kind == "bounds":
@@ -154,7 +156,7 @@ def build_launch(
         ends, lse, start, stop, table, stretches, counter,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         per_group, heads_at_last(mask.regions, variant.tiles, rows, batch * num_heads, per_group, num_sms),
-        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
+        num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
     key = (head_dim, v.shape[3], kind, acc is not None, starts, q.dtype, out.dtype)
@@ -189,6 +191,19 @@ def _variant(tiles: ForwardTiles, mask: str, resume: bool, starts: bool, out_dty
     if tiles.stages_of_16_bits and not resume and out_dtype != torch.float32:
         tiles = replace(tiles, num_stages=tiles.stages_of_16_bits)
     return ForwardVariant(tiles, mask, resume, starts)
+
+
+def second_band(mask: Mask) -> Region | None:
+    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
+    if len(mask.regions) != 2:
+        return None
+    above, below = mask.regions
+    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
+    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
+    # Rows of the region above must not count as seeing keys past its last one.
+    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
+        return None
+    return below
 
 
 def band_of(region: Region) -> tuple[int, int]:
