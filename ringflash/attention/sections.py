@@ -216,7 +216,7 @@ def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]
 def gather_bytes(sizes: GatherSizes) -> int:
     """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V."""
     (batch, _, num_kv_heads, head_dim), keys, dtype = sizes.kv, sizes.keys, sizes.dtype
-    sections = choose_sections(sizes, transport="nccl")
+    sections = choose_sections(sizes, 1, "nccl")
     kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_sizes(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(sizes, sections.backward)
     gradients = sum(buffer_sizes(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows
