@@ -243,7 +243,7 @@ def _describe_launches(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
         return ("one launch",)
     blocks = plan.key_blocks(shape)
     sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
-    sections = choose_sections(sizes, len(blocks))
+    sections = choose_sections(sizes, len(blocks), plan.transport)
     return (
         *(
             f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "

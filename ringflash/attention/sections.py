@@ -22,6 +22,7 @@ from ringflash_kernels.api import state_dtype
 GIB, MIB = 1 << 30, 1 << 20
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
+_MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys: a smaller call has one section, if that has so few pairs
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
 MAX_BLOCK_STEPS = 8  # over NCCL, most ranks whose keys are one block. Beyond, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
@@ -71,22 +72,26 @@ class GatherSizes(NamedTuple):
         return cls(kv, num_heads, keys, returned, blocks[0].pairs, dtype)
 
 
-def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
+def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Undecided | None = None) -> Sections:
     """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
 
     Args:
         num_blocks: blocks of the call; in several, sections have the heads that memory allows.
+        transport: "nccl" or another.
     """
     (batch, rows, num_kv_heads, head_dim), num_heads, keys, _, _, dtype = sizes
     sharing = num_heads // num_kv_heads  # query heads that share a KV head
     if num_blocks > 1:
         return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
     min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
+    hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     if min_heads >= num_kv_heads:
-        return Sections((num_kv_heads,), (num_kv_heads,))
+        too_small = num_kv_heads == 1 or batch * num_heads * rows * keys < _MIN_HALVED_WORK
+        if too_small or (transport == "nccl" and hidden_pulls < 2):  # in MHA many sections, whose messages take SMs
+            return Sections((num_kv_heads,), (num_kv_heads,))
+        min_heads = -(-num_kv_heads // 2)
     head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
     max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
-    hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
     exposed_share = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
     forward = _forward_sections(num_kv_heads, hidden_pulls, max_heads, exposed_share)
@@ -211,7 +216,7 @@ def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]
 def gather_bytes(sizes: GatherSizes) -> int:
     """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V."""
     (batch, _, num_kv_heads, head_dim), keys, dtype = sizes.kv, sizes.keys, sizes.dtype
-    sections = choose_sections(sizes)
+    sections = choose_sections(sizes, 1, "nccl")
     kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_sizes(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(sizes, sections.backward)
     gradients = sum(buffer_sizes(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backwa
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
-from ringflash_kernels.hopper.forward.host import count_sms
+from ringflash_kernels.hopper.forward.host import FEW_WAVES, count_sms, last_group, second_band
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
@@ -42,7 +41,6 @@ _SHORT_ROWS, _ROWS_TOGETHER = 2048, 8192
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
-_FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
 _LONG_TILE = 0.25  # of the blocks that each SM visits
 _HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
 _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
@@ -239,7 +237,7 @@ class HopperBackward:
         heads_together = max(heads_together, tables.heads_together)
         num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)
-        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
+        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= FEW_WAVES * SMS:
             at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
@@ -448,19 +446,28 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: Tensor, dv: Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
+    hop: HopRectangle,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    in_parts: bool,
+    *,
+    in_fp32: bool = True,
+    zeros: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
     If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
-    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Keys outside of the hop's rectangle get
-    zeros.
+    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Without `zeros`, the caller writes
+    these. Keys outside of the hop's rectangle get zeros.
     """
     if accumulate:
         yield dk, dv, True
     elif in_parts:
         in_place = dk.dtype == torch.float32 or not in_fp32
-        sums = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+        sums = [x if in_place else torch.empty_like(x, dtype=torch.float32) for x in (dk, dv)]
+        for x in sums if zeros else ():
+            x.zero_()
         yield sums[0], sums[1], True
         if not in_place:
             dk.copy_(sums[0])
@@ -571,7 +578,7 @@ def hop_of(
 
 def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
     """Return `hop_of` of a mask: a rectangle with one band or two causal ones, or tables of bounds for any other."""
-    second = None if transposed else _second_band(mask)
+    second = None if transposed else second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     unaligned = region.k_start % aligned[1] or (transposed and region.q_start % aligned[0])
     if (len(mask.regions) > 1 and second is None) or unaligned:
@@ -595,19 +602,6 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     return HopRectangle(
         min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ()
     )
-
-
-def _second_band(mask: Mask) -> Region | None:
-    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
-    if len(mask.regions) != 2:
-        return None
-    above, below = mask.regions
-    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
-    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
-    # Rows of the region above must not count as seeing keys past its last one.
-    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
-        return None
-    return below
 
 
 def first_keys(mask: Mask, device: torch.device) -> Tensor:
@@ -641,19 +635,11 @@ def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
 def heads_at_last(hop: HopRectangle, block_n: int, num_groups: int, group: int, together: int) -> int:
     """Return how many groups of heads should alternate at last, so that the SMs finish at about the same time.
 
-    Each SM takes the next tile when it has finished one. Fewer groups share Q and dO in L2 better, so this is the first
-    multiple of `together` with which the last SM finishes within 1% of the best.
+    Fewer groups share Q and dO in L2 better: see `last_group`.
     """
     costs = [steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n)]
-    finished = {}
-    for last in range(together, num_groups + 1, together):
-        times = [0] * SMS
-        for heads in [together] * ((num_groups - last) // together) + [last]:
-            for cost in costs:
-                for _ in range(heads):
-                    heapq.heapreplace(times, times[0] + cost)
-        finished[last] = max(times)
-    return next(last for last, time in finished.items() if time <= 1.01 * min(finished.values()))
+    num = num_groups // together
+    return together * last_group(costs, num, num, together, SMS)
 
 
 @functools.lru_cache(maxsize=256)
