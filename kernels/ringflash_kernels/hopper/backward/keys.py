@@ -13,7 +13,7 @@ The consumers issue these reductions, in any order between CTAs; if ORDERED, thr
 (`dq.py`).
 
 If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
-rows at a time; of short heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
+rows at a time; of single heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
 and K while dK and dV leave, from the two buffers of dQ.
 """
 
