@@ -192,6 +192,14 @@ class HopperBackward:
         """Return whether CTAs of `backward_keys` draw their tiles because of a window; other tables lost 0 to 3%."""
         return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
 
+    def _is_drawn(self, hop: HopRectangle, group: int, accumulate: bool) -> bool:
+        """Return whether CTAs of `backward_keys` draw tiles of single heads: entering and leaving one takes 10 steps.
+
+        In a ring, only short tiles that are stored: a kernel for another rank may get an SM when a CTA ends.
+        """
+        drawn = group == 1 and self.tiles.columns == 256 and not (self.ordered or hop.has_bounds)
+        return drawn and (self._only_dq is not None or (self._is_short(hop, group) and not accumulate))
+
     def _is_short(self, hop: HopRectangle, group: int) -> bool:
         """Return whether tiles are of single short heads, without bounds and in any order."""
         short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
@@ -282,9 +290,8 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = beside = self._is_early(hop)
-            if self._is_short(hop, group) and not accumulate and tiles.columns == 256:
-                early = True  # entering and leaving a tile takes as long as 10 steps, of which it has 9 to 17
+            beside = self._is_early(hop)
+            early = beside or self._is_drawn(hop, group, accumulate)
             passes = self._row_passes(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             _KEYS(

@@ -18,7 +18,7 @@ By turns, one consumer computes its exp while the other feeds the tensor cores. 
 happens to give lockstep or alternation (a difference of 15% at head_dim 64).
 
 If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
-rows at a time; of short heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
+rows at a time; of single heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
 and K while dK and dV leave, from the two buffers of dQ.
 """
 
