@@ -49,7 +49,6 @@ def agreeing(
     call: dict[str, object] = {
         "recurrent layer on": [list(x.shape) for x in tensors],
         "dtype": str(tensors[0].dtype),
-        "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
         "cu_seqlens": None if bounds is None else Documents(bounds).digest,
         **others,
     }
