@@ -42,34 +42,44 @@ def swap(
 
 
 @contextmanager
-def agreeing(x: Tensor, group: dist.ProcessGroup, bounds: tuple[int, ...] | None, layout: str = "") -> Iterator[None]:
-    """Prepare an exchange of x, then raise ValueError on every rank if a rank has an error or another exchange."""
+def agreeing(
+    group: dist.ProcessGroup | None, tensors: Sequence[Tensor], bounds: tuple[int, ...] | None, **others: object
+) -> Iterator[None]:
+    """Prepare a call, then raise ValueError on every rank if a rank has an error or makes another call."""
     call: dict[str, object] = {
-        "recurrent layer's exchange of": [*x.shape],
-        "dtype": str(x.dtype),
-        "requires_grad": torch.is_grad_enabled() and x.requires_grad,
-        "layout": layout,
+        "recurrent layer on": [list(x.shape) for x in tensors],
+        "dtype": str(tensors[0].dtype),
         "cu_seqlens": None if bounds is None else Documents(bounds).digest,
+        **others,
     }
-    with raising_together(group, call, x.device):
+    with raising_together(group, call, tensors[0].device):
         yield
 
 
+@torch.compiler.disable(reason="ranks compare their calls")
+def check_call(shard: ContiguousShard, length: int, *tensors: Tensor, **others: object) -> None:
+    """Raise ValueError on every rank unless the ranks make one call, on as many tokens as the shard was made for.
+
+    Args:
+        length: number of tokens that this rank holds.
+        others: values that all ranks must share.
+    """
+    with agreeing(shard.group, tensors, shard.bounds, **others):
+        if length != (made := shard.pieces[-1][1]):
+            raise ValueError(
+                f"shard must be made for the {length} tokens of a rank, got one for {made}; call ContiguousShard.of "
+                "with the length of each batch."
+            )
+
+
 @torch.compiler.disable(reason="ranks exchange states")
-def states_before(x: Tensor, shard: ContiguousShard) -> Tensor:
+def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return zeros and the tensors of all previous ranks, stacked: (1 + cp_rank, *shape of x), row r + 1 of rank r.
 
     Differentiable, if the objective is the sum of the ranks' losses. Every rank must use the result, rank 0 its zeros,
     because the backward is a collective call.
-
-    Raises:
-        ValueError: on every rank, if tensors or bounds of documents differ between ranks.
     """
-    if shard.group is None:
-        return torch.zeros_like(x[None])
-    with agreeing(x, shard.group, shard.bounds):
-        pass
-    return cast(Tensor, _StatesBefore.apply(x, shard.group))
+    return torch.zeros_like(x[None]) if group is None else cast(Tensor, _StatesBefore.apply(x, group))
 
 
 class _StatesBefore(torch.autograd.Function):

@@ -46,7 +46,7 @@ def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) 
     if group is None:
         return x
     bounds = bounds if layout in DOCUMENT_LAYOUTS else None
-    with agreeing(x, group, bounds, layout):
+    with agreeing(group, [x], bounds, layout=layout):
         plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, bounds, x.device)
     if layout == "contiguous":
         return x

@@ -185,7 +185,7 @@ def _delta(x: Tensor, group: Any, bounds: Any, layout: str) -> Tensor:
 
 
 DIFFERENCES = {
-    "x": r"exchange of \[.*\] \(rank 0\), \[.*\] \(rank 1\)",
+    "x": r"recurrent layer on \[\[1, .*\] \(rank 0\), \[\[2, .*\] \(rank 1\)",
     "bounds": r"cu_seqlens \(0, 4, 12\) \(rank 0\), \(0, 8, 12\) \(rank 1\)",
     "layout": r"layout balanced \(rank 0\), contiguous \(rank 1\)",
 }
@@ -206,6 +206,18 @@ def test_exchanges_that_differ_are_refused(ctx: Context, exchange: Any, differs:
         ValueError, match=f"all ranks of the group must make the same call, got .*{DIFFERENCES[differs]}"
     ):
         exchange(given["x"], ctx.group, bounds=given["bounds"], layout=given["layout"])
+
+
+@on_ranks(1, 2)
+def test_shards_of_another_length_are_refused(ctx: Context) -> None:
+    """Documents would end elsewhere; one rank's error reaches the other."""
+    shard = ContiguousShard.of(6, ctx.group if ctx.size > 1 else None)
+    length = 8 if ctx.rank == ctx.size - 1 else 6
+    for kind in ("conv", "mamba2", "delta"):
+        inputs = {name: x[:, :1].expand(-1, length, *x.shape[2:]) if x.dim() > 2 and name != "weight" else x
+                  for name, x in inputs_of(kind, 1).items()}  # fmt: skip
+        with pytest.raises(ValueError, match="shard must be made for the 8 tokens of a rank, got one for 6"):
+            run(kind, inputs, shard)
 
 
 @on_ranks(2)
