@@ -132,7 +132,7 @@ class RingForward:
             fused: the batch is for TRL's fused head, which computes log-probabilities.
         """
         content: dict[str, object] = {}
-        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
+        remedy = "give a ring's ranks the same batches (docs/accelerate.md)"
         with raising_together(self.group, content, causal.device, remedy=remedy):
             if fused and self._fused_head is None:
                 raise NotImplementedError(

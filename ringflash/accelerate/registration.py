@@ -311,17 +311,17 @@ def _ring_size_of(args: Any) -> int:
 
 
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
-    """Create the accelerator; let TRL's trainers use the ring for all models that score, and count and reward rings."""
+    """Create the accelerator; let TRL's trainers use the ring for all models that score, and count rings."""
     original(self)
     if (size := ring_size(self.accelerator.parallelism_config)) > 1:
-        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head, share_rewards
+        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head, share_rollouts
 
         self.accelerator._ringflash_checks_loss = True
         put_on_ring_with_head(type(self), _put_on_ring)
         if hasattr(self.args, "num_generations_eval"):
             count_groups_of_rings(self.args, size)
             if hasattr(self, "_calculate_rewards"):
-                share_rewards(self, size)
+                share_rollouts(self, self.accelerator.torch_device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

@@ -117,21 +117,28 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
     args.generation_batch_size = per_rank * (args.world_size // cp_size)
 
 
-def share_rewards(trainer: Any, cp_size: int) -> None:
-    """Give all ranks of a ring the rewards of its first rank: a judge that samples may give each of them others.
+def share_rollouts(trainer: Any, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a ring the completions, the shuffling and the rewards of its first rank.
 
-    The ring would then train on the mean of their advantages, which is smaller than those of one process.
+    TRL seeds each rank otherwise. A judge that samples gives each rank other rewards: the ring would then train on the
+    mean of its ranks' advantages.
 
     Args:
         trainer: of TRL, for GRPO or RLOO.
     """
-    calculate = trainer._calculate_rewards
+    generate, calculate, first = trainer._generate, trainer._calculate_rewards, dist.get_global_rank(group, 0)
+
+    def _generate(prompts: list[Any]) -> Any:
+        made = [generate(prompts), torch.get_rng_state()]  # TRL shuffles next
+        dist.broadcast_object_list(made, first, group)
+        torch.set_rng_state(made[1])
+        return made[0]
 
     def _calculate_rewards(*args: Any) -> Tensor:
         of_ranks = calculate(*args).unflatten(0, (trainer.accelerator.num_processes, -1))
-        return of_ranks[::cp_size].repeat_interleave(cp_size, 0).flatten(0, 1)
+        return of_ranks[:: group.size()].repeat_interleave(group.size(), 0).flatten(0, 1)
 
-    trainer._calculate_rewards = _calculate_rewards
+    trainer._generate, trainer._calculate_rewards = _generate, _calculate_rewards
 
 
 def score_batch(

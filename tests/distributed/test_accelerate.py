@@ -371,7 +371,7 @@ REFUSED = {
     "router logits": "NotImplementedError: output_router_logits must be False, .*, got True; change the",
     "loss function": "NotImplementedError: loss_function must be transformers' own for .*, got .*loss_in_fp64; remove",
     "other tokens on a rank": "ValueError: input_ids and labels given to prepare_batch must be the same on all ranks",
-    "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give .* the same seeds",
+    "other length on a rank": r"ValueError: all ranks .* got batch of accelerate \[2, 24\] .*; give a ring's ranks",
     "objects": "NotImplementedError: gather_for_metrics must be given tensors",
     "forward of an object": "NotImplementedError: forward must be the method of LlamaForCausalLM, got a function",
     "second group": "RuntimeError: model must be prepared for one group",

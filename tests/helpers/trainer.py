@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from accelerate import DistributedType, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
 from tokenizers import pre_tokenizers
 from transformers import (
     DataCollatorWithFlattening,
@@ -286,7 +285,6 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
         judge = partial(rewards, rank=ctx.rank)
         trainer = trl.GRPOTrainer(args=args, reward_funcs=judge, train_dataset=data, rollout_func=rollout, **common)
-        set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
     sharing = mock.patch.object(ring_forward.RingForward, "min_shared", int(kind == "grpo shared"))
     with (
         mock.patch.object(LlamaAttention, "forward", noted),
@@ -309,9 +307,11 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions of several lengths that depend on the prompts only."""
-    coded = trainer.processing_class(prompts)["input_ids"]
-    completions = [[3 + (5 * i + 7 * j + len(ids)) % 20 for j in range(3 + i % 4)] for i, ids in enumerate(coded)]
+    """Completions of several lengths, other ones on each rank, as engines sample them."""
+    coded, rank = trainer.processing_class(prompts)["input_ids"], trainer.accelerator.process_index
+    completions = [
+        [3 + (5 * i + 7 * j + len(ids) + rank) % 20 for j in range(3 + i % 4)] for i, ids in enumerate(coded)
+    ]
     return {"prompt_ids": coded, "completion_ids": completions, "logprobs": None}
 
 
