@@ -26,7 +26,7 @@ from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
 from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
 from ringflash_kernels.hopper.backward.wide import backward_wide
-from ringflash_kernels.hopper.compat import TensorDescriptor
+from ringflash_kernels.hopper.compat import MANY_ADDRESSES, TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.forward.host import count_sms
 from ringflash_kernels.hopper.launcher import Launcher
@@ -56,7 +56,9 @@ HELD_QUERIES = 128  # per CTA of `backward_queries`
 
 _NO_ASIDE = (None,) * 20
 
-_KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
+_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
+# By default ptxas would compute the many addresses of 3.9 in vector registers, and move 48 of them a step.
+_LATENT = Launcher(backward_latent, ptx_options="--register-usage-level=0" if MANY_ADDRESSES else "")
 
 
 class HopperBackward:
