@@ -56,9 +56,9 @@ HELD_QUERIES = 128  # per CTA of `backward_queries`
 
 _NO_ASIDE = (None,) * 20
 
-_KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_wide, backward_queries))
-# By default ptxas would compute the many addresses of 3.9 in vector registers, and move 48 of them a step.
-_LATENT = Launcher(backward_latent, ptx_options="--register-usage-level=0" if MANY_ADDRESSES else "")
+_KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
+# For one band ptxas would compute the many addresses of 3.9 in vector registers, and move 48 of them a step.
+_LATENT_BAND = Launcher(backward_latent, ptx_options="--register-usage-level=0" if MANY_ADDRESSES else "")
 
 
 class HopperBackward:
@@ -273,7 +273,7 @@ class HopperBackward:
             )  # fmt: skip
         elif tiles.latent:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
-            _LATENT(
+            (_LATENT if hop.has_bounds or hop.two_sided else _LATENT_BAND)(
                 variant, num_works,
                 *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, **choices,
