@@ -160,6 +160,7 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim == 128:
         _backward(recorder, head_dim, "band", accumulate=False, short=True)
+        _backward(recorder, head_dim, "band", only_dq=True)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     if head_dim == 192:

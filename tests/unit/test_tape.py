@@ -499,7 +499,7 @@ def test_a_recorded_call_keeps_no_tensor() -> None:
 
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Driver", mock.Mock(side_effect=FileNotFoundError("no gcc")))
-    with pytest.warns(UserWarning, match="issued by Python, .* got FileNotFoundError: no gcc"):
+    with pytest.warns(UserWarning, match="Python issues the work of calls, .* got FileNotFoundError: no gcc"):
         assert driver.driver.__wrapped__() is None
 
 

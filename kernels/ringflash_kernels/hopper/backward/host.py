@@ -52,7 +52,7 @@ _BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are d
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 HELD_QUERIES = 128  # per CTA of `backward_queries`
 
-_NO_ASIDE = (None,) * 20
+_NO_PASSES = (None,) * 20
 
 _KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
 
@@ -192,6 +192,14 @@ class HopperBackward:
         """Return whether CTAs of `backward_keys` draw their tiles because of a window; other tables lost 0 to 3%."""
         return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
 
+    def _is_drawn(self, hop: HopRectangle, group: int, accumulate: bool) -> bool:
+        """Return whether CTAs of `backward_keys` draw tiles of single heads: entering and leaving one takes 10 steps.
+
+        In a ring, only short tiles that are stored: a kernel for another rank may get an SM when a CTA ends.
+        """
+        drawn = group == 1 and self.tiles.columns == 256 and not (self.ordered or hop.has_bounds)
+        return drawn and (self._only_dq is not None or (self._is_short(hop, group) and not accumulate))
+
     def _is_short(self, hop: HopRectangle, group: int) -> bool:
         """Return whether tiles are of single short heads, without bounds and in any order."""
         short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
@@ -282,28 +290,27 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = beside = self._is_early(hop)
-            if self._is_short(hop, group) and not accumulate and tiles.columns == 256:
-                early = True  # entering and leaving a tile takes as long as 10 steps, of which it has 9 to 17
-            aside = self._aside(num_groups // heads_together, heads_together * group) if beside else None
+            beside = self._is_early(hop)
+            early = beside or self._is_drawn(hop, group, accumulate)
+            passes = self._row_passes(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             _KEYS(
-                (*variant, early, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
+                (*variant, early, passes is not None), min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
-                self.drawn if early else self.clock, *(aside or _NO_ASIDE), *scales,
+                self.drawn if early else self.clock, *(passes or _NO_PASSES), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
                 TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early,
-                ASIDE=aside is not None, **choices,
+                PASSES=passes is not None, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
-    def _aside(self, sections: int, heads: int) -> tuple | None:
-        """Prepare the first of several sections of heads; return the arguments of `Aside`, which does the others.
+    def _row_passes(self, sections: int, heads: int) -> tuple | None:
+        """Prepare the first of several sections of heads; return the arguments of `RowPasses`, which does the others.
 
         None if there is one section, or if all heads are prepared.
         """
