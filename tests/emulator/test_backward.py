@@ -326,7 +326,7 @@ def test_whole_groups(mask, head_dim, accumulate):
 def test_tiles_that_begin_where_the_others_are(mask, head_dim):
     """Rounds over the queries that begin anywhere give the same gradients."""
     shape = Shape(head_dim, 4, 2, batch=2)
-    got = _gradients(MASKS[mask], shape, whole_groups=True, in_step=True)
+    got = _gradients(MASKS[mask], shape, whole_groups=True, in_step=True, accumulate=head_dim != 64)
     assert_close(*got, num_chunks=_chunks(MASKS[mask]))
 
 
@@ -485,6 +485,21 @@ def test_planted_faults_are_caught(fault, shape):
         assert_close(*_gradients(mask, shape, emulator=emulator, in_step=True))
 
     assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [(">= (block + 1) * 64", ">= block * 64"), ("(g == 0) & (first_row", "(first_row")],
+    ids=["seen", "later head"],
+)
+def test_passed_blocks_that_are_not_empty(old, new):
+    """Half a tile's keys pass a block that sees them, or the first one of a later head, whose step has a dQ to add."""
+
+    def check(mask: Mask, emulator: Emulator) -> None:
+        options = dict(accumulate=False, whole_groups=True)
+        assert_close(*_gradients(mask, Shape(64, 4, 2), emulator=emulator, **options), num_chunks=2)
+
+    assert any(is_caught(("backward.keys", old, new), mask, check) for mask in (_CAUSAL, MASKS["full"]))
 
 
 # Several tiles for each block; the second block sees some before and two after a gap.
