@@ -59,11 +59,6 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys_fp8 hd128 fp8 ends window": 4,
     },
     "3.9": {
-        # The second of two consumers, which is 5 to 10% faster than with the addresses that spill nothing.
-        "backward_keys hd96 bfloat16 ends window in parts": 1,
-        "backward_keys hd96 bfloat16 band": 1,
-        "backward_keys hd96 bfloat16 band store": 1,
-        "backward_keys hd96 bfloat16 bounds": 1,
         "backward_keys hd64 bfloat16 band": 2,  # which is 3% faster
         "backward_keys hd64 bfloat16 band store": 2,
         "backward_wide hd256 bfloat16 ends": 3,

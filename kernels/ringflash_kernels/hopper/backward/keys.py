@@ -60,6 +60,7 @@ from ringflash_kernels.hopper.compat import (
     opaque,
     publish,
     reinterpret,
+    settled,
     tma_load,
     tma_reduce_add,
     tma_store,
@@ -254,8 +255,14 @@ def pass_turn(token, W: gl.constexpr):
     named_barrier(token, 9 - W, 256, True)
 
 
+@gluon.constexpr_function
+def _only_v(rest, in_registers):
+    """Return True if V is in registers, but K is not: at head_dim 96 with 3.9, where ptxas would spill dozens."""
+    return bool(MANY_ADDRESSES and rest and in_registers)
+
+
 @gluon.jit
-def dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
+def dq_columns(sm, half, W: gl.constexpr):
     """Return K of one consumer's keys, the columns whose dQ consumer W computes: half of them, or a piece."""
     if sm.REST == 0:
         k = sm.k0.index(half).reshape([64, sm.SPLIT]).slice(W * (sm.SPLIT // 2), sm.SPLIT // 2, dim=1)
@@ -269,12 +276,14 @@ def dq_columns(sm, half: gl.constexpr, W: gl.constexpr):
 @gluon.jit
 def dq_mma(sm, buffer, W: gl.constexpr):
     """Issue dQ = dS K over both consumers' keys, for the columns of consumer W."""
-    k = dq_columns(sm, 0, W)
+    HIDDEN: gl.constexpr = _only_v(sm.REST, sm.KV_IN_REGISTERS)
+    k = dq_columns(sm, opaque(0) if HIDDEN else 0, W)
     N: gl.constexpr = k.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     ds = sm.ds.index(buffer * 2).permute((1, 0))
     dq = warpgroup_mma(ds, k, gl.zeros([64, N], gl.float32, layout), use_acc=False, is_async=True)
-    return warpgroup_mma(sm.ds.index(buffer * 2 + 1).permute((1, 0)), dq_columns(sm, 1, W), dq, is_async=True)
+    k = dq_columns(sm, opaque(1) if HIDDEN else 1, W)
+    return warpgroup_mma(sm.ds.index(buffer * 2 + 1).permute((1, 0)), k, dq, is_async=True)
 
 
 @gluon.jit
@@ -315,6 +324,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         # Without a fixed order dQ leaves by TMA, and is 5 to 10% faster if only V's place is hidden.
         k = sm.k0.index(opaque(W) if sm.ORDERED else W).reshape([64, C])
         v = sm.v0.index(opaque(W)).reshape([64, C])
+    if _only_v(R, sm.KV_IN_REGISTERS):
+        k = sm.k0.index(W).reshape([64, C])
 
     # S^T = K Q^T and dP^T = V dO^T
     wait_for_buffer(sm, step - 1, W)
@@ -362,6 +373,8 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     # dV += P^T dO, dQ of the previous block; this wait also keeps ptxas from moving exp past the wgmma wait
     mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
+    if _only_v(R, sm.KV_IN_REGISTERS):
+        dp, delta = settled(dp - delta), 0.0  # P in 16 bits takes delta's registers
     dv0 = warpgroup_mma(p0, dout0, dv0, is_async=True)
     if R:
         p1 = gl.convert_layout(p_bits, operand1)
@@ -553,7 +566,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             mbarrier.arrive(sm.ds_full.index(step & 1), count=1)
             step += 1
             if sm.KV_IN_REGISTERS:  # at head_dim 64 shared-memory bandwidth is the limit
-                k = sm.k0.index(W).reshape([64, C]).load(operand)
+                k = 0 if _only_v(R, True) else sm.k0.index(W).reshape([64, C]).load(operand)
                 v = sm.v0.index(W).reshape([64, C]).load(operand)
             else:
                 k = 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ringflash_kernels.hopper.compat import MANY_ADDRESSES
-
 SMS = 132  # multiprocessors of an H100 or H200
 STEPS_OF_A_TILE = 10  # cost of entering and leaving a tile, in blocks of queries; 9 to 14 measured
 
@@ -39,7 +37,8 @@ class BackwardTiles:
         block_n: keys of a CTA: 64 in `backward_wide`, else 128. A step is 64 queries.
         queries: tiles of the separate kernel for dQ, which only wide heads have.
         stages: buffers of Q and of dO.
-        kv_in_registers: the first pieces of K and V are kept as register operands (`backward_keys`).
+        kv_in_registers: the first pieces of K and V are kept as register operands (`backward_keys`; at 96 with triton
+            3.9 only V's).
         turn_after: exponentials of 32 a thread that a consumer computes before the other one may start a step
             (`backward_keys`; 4 if the additions to dQ have a fixed order).
         dq_buffers: buffers of dQ if the additions to dQ have a fixed order (`backward_keys`).
@@ -100,8 +99,7 @@ class BackwardTiles:
 BACKWARD_TILES = {
     # Shared-memory bandwidth limits head_dim 64 unless K and V come from registers (375 against 516 TFLOP/s).
     64: BackwardTiles((64,), 128, kv_in_registers=True),
-    # With K and V in registers ptxas would spill dozens of others, if the addresses of products take as many.
-    96: BackwardTiles((64, 32), 128, kv_in_registers=not MANY_ADDRESSES, turn_after=12),
+    96: BackwardTiles((64, 32), 128, kv_in_registers=True, turn_after=12),
     # Two consumers of 64 keys: dK and dV take 128 of a thread's 240 registers; more keys or queries spill.
     128: BackwardTiles((128,), 128, dq_buffers=2),  # a third does not fit into shared memory
     # dK and dV of 64 keys take 96 or 128 registers each, so each consumer holds one of them. Every step would add a
