@@ -119,7 +119,10 @@ class QueryRows(NamedTuple):
 
 @gluon.jit
 def place_of(ticket, problem):
-    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group."""
+    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group.
+
+    If a tile has several heads, heads are counted in these.
+    """
     per_group = problem.heads_per_group * problem.num_row_tiles
     group = ticket // per_group
     rest = ticket - group * per_group
@@ -135,7 +138,7 @@ def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
     _batch, _head, rank = place_of(ticket, problem)
     entry = pointers.table + rank * 4
     num_stretches = gl.load(entry + 2)
-    return gl.load(entry) * V.tiles.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+    return gl.load(entry) * V.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
 
 
 @gluon.jit
@@ -289,7 +292,7 @@ def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
         load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                  tile.row + w * V.tiles.block_m, tile.head, 0, V)  # fmt: skip
+                  tile.row + w // V.heads * V.tiles.block_m, tile.head * V.heads + w % V.heads, 0, V)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- consumers
@@ -564,7 +567,7 @@ def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, V
     """Return the tile of a ticket as consumer W sees it."""
     if V.mask == "ends":
         batch, head, _rank = place_of(ticket, problem)
-        return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
+        return Tile(batch, head * V.heads + W % V.heads, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
     return decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
 
 
