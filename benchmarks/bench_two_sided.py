@@ -150,10 +150,10 @@ def cost(mask: Mask) -> dict[str, float]:
     _ = mask.is_two_sided, mask.ends(), mask.begins()
     side = mask.cached("transposed", mask.transposed)
     side.bounds()
-    forward = walks(mask, torch.device("cpu"), mask.q_span, 128, 128, near=True, shifted=True)
+    forward = walks(mask, torch.device("cpu"), mask.q_span, 64, 128, near=True, shifted=True)
     backward = walks(side, torch.device("cpu"), (0, side.seqlen_q), 128, 64, near=True)
     found: dict[str, float] = {"host_ms": 1e3 * (time.perf_counter() - began), "pairs": mask.num_visible}
-    for name, walk, area in (("forward", forward, 128 * 128), ("backward", backward, 128 * 64)):
+    for name, walk, area in (("forward", forward, 64 * 128), ("backward", backward, 128 * 64)):
         blocks = (walk.stretches[:, 1] - walk.stretches[:, 0]).double()
         found[f"{name}_visible"] = mask.num_visible / (float(blocks.sum()) * area)
         found[f"{name}_masked"] = float((blocks * walk.stretches[:, 2]).sum() / blocks.sum())

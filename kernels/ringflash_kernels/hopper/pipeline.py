@@ -168,7 +168,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         first_stop = gl.minimum(row + FIRST + problem.upper + 1, problem.seqlen_k)
     else:
         entry = pointers.table + rank * 8
-        row = gl.load(entry) * ROWS
+        row = gl.load(entry) * V.rows
         first_key = gl.load(entry + 1)
         last_start = gl.load(entry + 2)
         first_stop = gl.load(entry + 3)
@@ -286,13 +286,25 @@ def publish(ticket, row, num_blocks, count, shared, barriers, V: gl.constexpr):
 
 
 @gluon.jit
+def own_head(head, W: gl.constexpr, V: gl.constexpr):
+    """Return the head of warpgroup W in a tile whose heads are numbered together."""
+    return head * V.heads + W % V.heads
+
+
+@gluon.jit
+def own_row(row, W: gl.constexpr, V: gl.constexpr):
+    """Return the first row of warpgroup W in a tile."""
+    return row + W // V.heads * V.tiles.block_m
+
+
+@gluon.jit
 def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     """Load the rows of each warpgroup once it has finished with those of the previous tile."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
         load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                  tile.row + w // V.heads * V.tiles.block_m, tile.head * V.heads + w % V.heads, 0, V)  # fmt: skip
+                  own_row(tile.row, w, V), own_head(tile.head, w, V), 0, V)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- consumers
@@ -564,11 +576,13 @@ def receive(count, shared, barriers, V: gl.constexpr):
 
 @gluon.jit
 def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, V: gl.constexpr):
-    """Return the tile of a ticket as consumer W sees it."""
+    """Return the tile of a ticket as consumer W sees it, with its own head."""
     if V.mask == "ends":
         batch, head, _rank = place_of(ticket, problem)
-        return Tile(batch, head * V.heads + W % V.heads, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
-    return decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+        return Tile(batch, own_head(head, W, V), row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
+    tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+    return Tile(tile.batch, own_head(tile.head, W, V), tile.row, tile.key, tile.num_blocks, tile.first_seen,
+                tile.first_full, tile.end_full, tile.end_seen)  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- kernel

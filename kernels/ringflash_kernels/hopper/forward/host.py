@@ -130,7 +130,7 @@ def build_launch(
     assert tiles is not None
     starts = kind == "ends" and has_begins(mask)
     heads_per_kv = q.shape[2] // k.shape[2]
-    heads = 2 if kind == "ends" and tiles.num_warpgroups == 2 and heads_per_kv % 2 == 0 else 1
+    heads = 2 if kind in ("bounds", "ends") and tiles.num_warpgroups == 2 and heads_per_kv % 2 == 0 else 1
     variant = _variant(tiles, kind, acc is not None, starts, heads, out.dtype)
     if kind == "bounds":
         start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
@@ -144,7 +144,8 @@ def build_launch(
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.rows)
     num_tiles = batch * num_heads // heads * num_row_tiles
-    heads_together = heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size())
+    kv_bytes_per_head = seqlen_k * (head_dim + v.shape[3]) * k.element_size()
+    heads_together = heads_per_kv * kv_heads_per_group(num_kv_heads, kv_bytes_per_head)
     arguments = (
         *_descriptors(q, k, v, out, acc, variant.tiles),
         ends, lse, start, stop, table, stretches, counter,

@@ -60,6 +60,7 @@ from ringflash_kernels.hopper.pipeline import (
     nothing_yet,
     over_lanes,
     own_q,
+    own_row,
     pair,
     pass_block,
     pass_turn,
@@ -90,8 +91,8 @@ class ForwardVariant:
             each key: the row after the last one that sees it).
         resume: read and continue the state of earlier calls.
         starts: under "ends", rows see only keys from their first one on, as with a window; otherwise that is implied.
-        heads: query heads of a tile, of one KV head. With two, both warpgroups have the same rows: a tile of fewer rows
-            visits fewer blocks, and masks fewer.
+        heads: query heads of a tile, of one KV head. With two, both warpgroups have the same rows, so a tile has fewer
+            rows, and visits and masks fewer blocks where documents begin or end.
     """
 
     tiles: ForwardTiles
@@ -659,7 +660,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
         tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
-        row = tile.row + W // V.heads * V.tiles.block_m
+        row = own_row(tile.row, W, V)
         row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
         lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
             + tile.head.to(gl.int64) * problem.lse_stride_h  # fmt: skip
