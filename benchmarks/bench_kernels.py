@@ -15,7 +15,6 @@ that are not installed are skipped.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import re
@@ -32,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from ringflash_kernels.mask import Mask  # noqa: E402
 
 Run = Callable[[], object]
@@ -385,7 +384,7 @@ def main() -> None:
             print(line(result), flush=True)
             results.append(result)
         if options.json:
-            options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
+            options.json.write_text(result_text({"environment": about, "results": results}))
 
 
 if __name__ == "__main__":

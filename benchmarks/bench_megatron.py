@@ -46,7 +46,7 @@ from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipeli
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 import ringflash  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from ringflash.megatron import layer_spec  # noqa: E402
 
 VOCAB = 8192
@@ -83,7 +83,7 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     print(json.dumps(row), flush=True)
                     if options.json:
-                        options.json.write_text(json.dumps({**header, "rows": rows}, indent=1))
+                        options.json.write_text(result_text({**header, "rows": rows}))
     dist.destroy_process_group()
 
 

@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
 from benchmarks.bench_ring import join  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from ringflash.loss import token_log_probs  # noqa: E402
 from ringflash.sequence.layout import read_documents  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
@@ -324,7 +324,7 @@ def main() -> None:
         content = content_of(group, options)
         found = found | content | {name: found[name] | content[name] for name in ("seconds", "left_out")}
         print(json.dumps({name: found[name] for name in ("seconds", "left_out")}), flush=True)
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(result_text(found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ left out.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -36,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from benchmarks.ring_contenders import CONTENDERS, DOCUMENTS, IDEALS, IDEALS_BY_HEADS, PROBES, Built, Row, Setting  # noqa: E402
 
 K = 1024
@@ -75,7 +74,7 @@ def main() -> None:
                 about = describe("flash-attn-4", "ring-flash-attn")
                 head = {"environment": about, "ranks": dist.get_world_size(), "rounds": options.rounds}
                 head |= {"toy": True} if options.toy else {}
-                options.json.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+                options.json.write_text(result_text({**head, "results": results}))
     dist.destroy_process_group()
 
 

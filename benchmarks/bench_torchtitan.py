@@ -56,7 +56,7 @@ from torchtitan.models.llama3 import config_registry, parallelize  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from benchmarks import device_time  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 
 ABOUT = (
     "Steps of torchtitan's Trainer, {flavor} with {layers} layers and a vocabulary of 16,384, one document a sequence. "
@@ -263,7 +263,7 @@ def main() -> None:
                 command += ["--only", f"{attention}:{seqlen}", *(f"--{name}={value}" for name, value in shape.items())]
                 subprocess.run(command, check=True)
                 results["rows"].append(row := json.loads(out.read_text()))
-            options.json.write_text(json.dumps(results, indent=1))
+            options.json.write_text(result_text(results))
             print(f"{attention} at {seqlen}: {row['tokens_per_s']} tokens/s, {row['memory_gib']} GiB", flush=True)
 
 

@@ -27,7 +27,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from ringflash.attention import schedule  # noqa: E402
 from ringflash.sequence.mask import SequenceMask  # noqa: E402
 from ringflash_kernels.mask import Mask  # noqa: E402
@@ -396,7 +396,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         if options.json:
             about = {"environment": describe("flash-attn-4"), "heads": [HEADS, KV_HEADS], "results": results}
-            Path(options.json).write_text(json.dumps(about, indent=1) + "\n")
+            Path(options.json).write_text(result_text(about))
 
     if options.dry:
         for name, make in CASES.items():

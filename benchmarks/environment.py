@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,19 @@ def describe(*packages: str) -> dict[str, str]:
         "cudnn": str(torch.backends.cudnn.version()) if cuda else "none",
         **{package: _version(package) for package in ("triton", *packages)},
     }
+
+
+def result_text(result: dict[str, Any]) -> str:
+    """Return the text of a result file, with a line for each row, so that a diff shows the rows that changed."""
+    parts = []
+    for key, value in result.items():
+        text = json.dumps(value)
+        if isinstance(value, list | dict) and value:
+            pairs = [("", x) for x in value] if isinstance(value, list) else value.items()
+            items = (f"{name and json.dumps(name) + ': '}{json.dumps(x)}" for name, x in pairs)
+            text = f"{text[0]}\n  " + ",\n  ".join(items) + f"\n {text[-1]}"
+        parts.append(f"\n {json.dumps(key)}: {text}")
+    return "{" + ",".join(parts) + "\n}\n"
 
 
 def _script() -> str:

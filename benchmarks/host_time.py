@@ -10,7 +10,6 @@ The tensors are so small that the GPU waits for its host, and it is idle when a 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 
 TOKENS = 256  # of a rank
 CALLS = 200
@@ -46,11 +45,11 @@ def main() -> None:
         group = dist.group.WORLD
     found = measure(group, device)
     if rank == 0:
-        content = json.dumps({**describe(), "ranks": size, "microseconds": found}, indent=1)
+        content = result_text({**describe(), "ranks": size, "microseconds": found})
         if options.out is None:
-            print(content)
+            print(content, end="")
         else:
-            options.out.write_text(content + "\n")
+            options.out.write_text(content)
     if group is not None:
         dist.barrier()
         dist.destroy_process_group()

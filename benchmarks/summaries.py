@@ -58,10 +58,10 @@ def _limited(ratio: float) -> str:
 def kernels() -> str:
     """Tabulate the geometric mean and the minimum of our speed relative to the peers, by card and head_dim."""
     rows = []
-    for names in (H200, H100):
-        about = load(names[0])["environment"]
+    for name in (*H200, *H100):
+        about = load(name)["environment"]
         card = about["device"].removeprefix("1 x NVIDIA ").partition(" ")[0]
-        for label, passes in _compared(*names).items():
+        for label, passes in _compared(name).items():
             cells = [
                 f"{_mean(passes[x], peer):.2f} ({_least(passes[x], peer):.2f})" if x in passes else ""
                 for x in ("forward", "backward")

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks.bench_ring import ROWS, TOY, join, run  # noqa: E402
 from benchmarks.device_time import MARK, MESSAGE, ON_DEVICE, WAIT, device_events, span_of  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from benchmarks.ring_contenders import Built, Setting, ring_over  # noqa: E402
 
 _SPIN_CYCLES = 150_000_000  # about 80 ms, since a profiler makes the host several times slower
@@ -79,7 +79,7 @@ def main() -> None:
         print(table(sections(events)))
     if dist.get_rank() == 1:
         result = {"environment": describe(), "row": str(row), "spans": timeline(events)}
-        (options.folder / "timeline.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.folder / "timeline.json").write_text(result_text(result))
     dist.destroy_process_group()
 
 

@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 import ringflash  # noqa: E402
 from benchmarks.device_time import longest_kernels, parts_of_step, step_spans  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 from recipes.lightning.exposed_communication import ExposedCommunication  # noqa: E402
 from recipes.lightning.text import text_files  # noqa: E402
 from recipes.lightning.train import main as train  # noqa: E402
@@ -225,7 +225,7 @@ class StepTimes(lightning.Callback):
         if trainer.is_global_zero:
             print(line(found), flush=True)
             if self.path is not None:
-                self.path.write_text(json.dumps(self.results, indent=1) + "\n")
+                self.path.write_text(result_text(self.results))
         if trainer.global_step < len(self.steps):
             self._begin(trainer)
 

@@ -2,12 +2,13 @@
 
 python -m benchmarks.write_tables
 
-The tables of docs/measurements.md are in the site only: mkdocs.yml names this file as a hook.
+mkdocs.yml names this file as a hook, by which links to results lead to the repository.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,10 +17,8 @@ from typing import Any
 from benchmarks.environment import ROOT
 from benchmarks.quotes import RESULTS, table, write_quotes
 from benchmarks.summaries import SUMMARIES
-from ringflash.huggingface.flops import FP8_PER_BF16
 
 BESIDE = ("out", "dq", "dk", "dv")
-KERNELS = ("hopper", "fa4", "flash2")
 EXAMPLES = {
     "docs/wrapping.md": ("train_loop",),
     "docs/lightning.md": ("lightning_module",),
@@ -27,52 +26,28 @@ EXAMPLES = {
     "docs/deepspeed.md": ("deepspeed_zero",),
 }
 BEGIN, END = "<!-- begin {name} -->", "<!-- end {name} -->"
-EVERY_ROW = "measurements.md"
-EARLIER = ("two_sided_beside_1xh100", "two_sided_beside_diffusion_1xh200")  # docs/masks.md has one such table
+REPOSITORY = "https://github.com/ringflash/ringflash/blob/main"
 
 
 def main(root: Path = ROOT) -> None:
     """Replace every table between markers, and every quoted figure."""
     for path, name, text in tables():
         page = root / path
-        page.write_text(replace(page.read_text(), name, _link(name) if page.name == EVERY_ROW else text, path))
+        page.write_text(replace(page.read_text(), name, text, path))
     write_quotes(root)
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Return the text of a page of the site, in which measurements.md has its tables instead of links to results."""
-    if page.file.src_uri == EVERY_ROW:
-        for path, name, text in tables():
-            if Path(path).name == EVERY_ROW:
-                markdown = replace(markdown, name, text, path)
-    return markdown
-
-
-def _link(name: str) -> str:
-    """Return a link to the result of a table, which may be one of several tables of that result."""
-    result = name if (RESULTS / f"{name}.json").exists() else name.rpartition("_")[0]
-    return f"[{name}](../benchmarks/results/{result}.json)"
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the text of a page of the site, which has no files of results."""
+    return re.sub(r"\]\((?:\.\./)+benchmarks/", f"]({REPOSITORY}/benchmarks/", markdown)
 
 
 def tables() -> Iterator[tuple[str, str, str]]:
     """Return the page, name and text of every table."""
-    for name, result in _of_results("multi_gpu_*"):
-        write = beside_table if name.startswith("multi_gpu_beside") else multi_gpu_table
-        yield "docs/measurements.md", name, write(result)
-    for name, result in _of_results("kernel_errors_*"):
-        yield "docs/measurements.md", name, errors_table(result)
-    for name, result in _of_results("kernels_*"):
-        yield "docs/measurements.md", name, kernel_table(result)
-        if any(contender.startswith("ringflash FP8") for row in result["results"] for contender in row["tflops"]):
-            page = "docs/fp8.md" if name.startswith("kernels_fp8_") else "docs/measurements.md"
-            yield page, f"{name}_fp8", fp8_kernel_tables(result)
-    for name, result in _of_results("ring_*"):
-        yield "docs/measurements.md", name, ring_table(result)
+    for name, result in _of_results("kernels_fp8_*"):
+        yield "docs/fp8.md", f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_documents_*"):
         yield "docs/masks.md", name, ring_documents_table(result)
-    for name, result in _of_results("training_*"):
-        write = steps_tables if name.startswith("training_whole") else training_table
-        yield "docs/measurements.md", name, write(result)
     for name, result in _of_results("documents"):
         yield "docs/masks.md", name, documents_table(result)
         yield "docs/data.md", "steps_of_documents", steps_of_documents_table(result)
@@ -84,15 +59,11 @@ def tables() -> Iterator[tuple[str, str, str]]:
         ("prefixes_*", prefixes_table),
     ):
         for name, result in _of_results(pattern):
-            yield "docs/measurements.md" if name in EARLIER else "docs/masks.md", name, write(result)
+            yield "docs/masks.md", name, write(result)
     for name, result in _of_results("fp8_errors_cpu"):
         yield "docs/fp8.md", name, fp8_errors_table(result)
     for name, result in _of_results("fp8_training_*"):
-        page = "docs/measurements.md" if name == "fp8_training_1xh200" else "docs/fp8.md"
-        yield page, name, fp8_losses_table(result, about=page == "docs/measurements.md")
-        yield "docs/measurements.md", f"{name}_layers", fp8_layers_table(result)
-    for name, result in _of_results("fp8_steps_*"):
-        yield "docs/measurements.md", name, fp8_steps_table(result)
+        yield "docs/fp8.md", name, fp8_losses_table(result)
     for name, result in _of_results("torchtitan_*"):
         yield "docs/torchtitan.md", name, torchtitan_table(result)
     for name, result in _of_results("megatron_*"):
@@ -128,84 +99,11 @@ def _page(source: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return f"{source}\n\n{table(head, rows)}"
 
 
-def _measured(result: dict, *packages: str, by: str = "") -> str:
-    """Say how a result was measured: command, machine, versions and commit.
-
-    Args:
-        by: beginning of the command.
-    """
+def _measured(result: dict, *packages: str) -> str:
+    """Say how a result was measured: command, machine, versions and commit."""
     about = result.get("environment", result)
     versions = ", ".join(f"{'NCCL' if name == 'nccl' else name} {about[name]}" for name in packages)
-    return f"{_command(about, by)} on {about['device']}, {versions}, commit {about['commit']}"
-
-
-def _command(about: dict, by: str = "") -> str:
-    """Quote the command of a result, and say if its script has moved since."""
-    name = about["command"].split()[0].removeprefix("benchmarks/")
-    moved = " (now in benchmarks/studies)" if (ROOT / "benchmarks" / "studies" / name).is_file() else ""
-    return f"`{by}{about['command']}`{moved}"
-
-
-def _cases(result: dict) -> str:
-    return f"{_measured(result, 'torch', 'nccl')}: {result['num_cases']} cases in {result['dtype']}."
-
-
-def multi_gpu_table(result: dict) -> str:
-    """Tabulate the largest error over budget by tensor, and its case."""
-    rows = (
-        (f"`{name}`", f"{worst['max']:.2f}", f"{worst['mean']:.2f}", worst["case"])
-        for name, worst in result["worst"].items()
-    )
-    return _page(_cases(result), ("tensor", "max", "mean", "case of the largest max"), rows)
-
-
-def beside_table(result: dict) -> str:
-    """Tabulate the mean error over budget of each contender by tensor, the largest of all chunks and ranks."""
-    rows, before = [], ""
-    for name, spent in result["cases"].items():
-        case, contender = name.split(": ")
-        means = (f"{spent[tensor]['mean']:.3f}" for tensor in BESIDE)
-        rows.append((case if case != before else "", contender, *means))
-        before = case
-    return _page(_cases(result), ("case", "", *(f"`{x}`" for x in BESIDE)), rows)
-
-
-def errors_table(result: dict) -> str:
-    """Tabulate the mean error over budget of our kernels and the peers, by tensor."""
-    tensors, rows = ("out", "lse", *BESIDE[1:]), []
-    for case, found in result["cases"].items():
-        means = ([f"{found[impl][name]['mean']:.3f}" for impl in KERNELS] for name in tensors)
-        rows.append((case, *map(" / ".join, means)))
-    source = f"{_measured(result, 'torch', 'triton', 'flash-attn-4')}; {' / '.join(KERNELS)}:"
-    return _page(source, ("head_dim, tokens", *(f"`{x}`" for x in tensors)), rows)
-
-
-def kernel_table(result: dict) -> str:
-    """Tabulate the TFLOP/s of every row, and the ratio of ours to each peer's."""
-    peers, rows = ("flash-attn-4", "cuDNN"), []
-    for row in result["results"]:
-        ours = row["tflops"]["ringflash"]
-        ratios = (f"{ours / row['tflops'][peer]:.2f}" if peer in row["tflops"] else "" for peer in peers)
-        rows.append((row["row"], row["pass"], f"{ours:.0f}", *ratios))
-    source = f"{_measured(result, 'torch', 'triton', 'flash-attn-4', 'cudnn')}."
-    return _page(source, ("heads, length", "pass", "TFLOP/s", *(f"/ {peer}" for peer in peers)), rows)
-
-
-def ring_table(result: dict) -> str:
-    """Tabulate the percentage of the ideal that every contender reaches."""
-    notes = [result.get("about", ""), _untimed(result["results"])]
-    names = list(dict.fromkeys(name for row in result["results"] for name in row["percent"]))
-    rows = (
-        (
-            row["row"],
-            row["pass"],
-            f"{row['ideal_ms']:.2f}",
-            *(f"{row['percent'][name]:.1f}" if name in row["percent"] else "" for name in names),
-        )
-        for row in result["results"]
-    )
-    about = _measured(result, "torch", "triton", "nccl", by=f"torchrun --nproc-per-node {result['ranks']} ")
-    return _page(f"{about}. {' '.join(filter(None, notes))}".rstrip(), ("", "pass", "ideal, ms", *names), rows)
+    return f"`{about['command']}` on {about['device']}, {versions}, commit {about['commit']}"
 
 
 def fp8_kernel_tables(result: dict) -> str:
@@ -261,12 +159,8 @@ def ring_documents_table(result: dict) -> str:
     return _page(f"{about['device']}, commit {about['commit']}.", ("tokens of a document", *layouts), rows)
 
 
-def fp8_losses_table(result: dict, about: bool = True) -> str:
-    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise.
-
-    Args:
-        about: say what was trained, which the page otherwise says.
-    """
+def fp8_losses_table(result: dict) -> str:
+    """Tabulate the final losses of each choice of attention, and their differences from the first with its noise."""
     rows = []
     for variant, choices in result["final"].items():
         first = next(iter(choices))
@@ -277,74 +171,8 @@ def fp8_losses_table(result: dict, about: bool = True) -> str:
                 spread = f"{mean(apart):+.2f} ± {stdev(apart) / len(apart) ** 0.5:.2f}%" if name != first else ""
                 cells += [f"{mean(losses[which]):.4f}", spread]
             rows.append((f"{variant}, {name}", *cells))
-    source = f"{_measured(result, 'torch', 'triton')}.{' ' + result['about'] if about else ''}"
+    source = f"{_measured(result, 'torch', 'triton')}."
     return _page(source, ("", "training loss", "from bf16", "held-out loss", "from bf16"), rows)
-
-
-def fp8_steps_table(result: dict) -> str:
-    """Tabulate the timed steps of `benchmarks/train_steps.py --attention`: all seconds, and the parts of the last."""
-    names = ("attention", "linear", "other", "idle")
-    groups: dict[tuple[int, str], list[dict]] = {}
-    for step in result["steps"]:
-        if step["kind"] == "timed":
-            groups.setdefault((step["seqlen"], step["attention"]), []).append(step)
-    rows = (
-        (
-            f"{seqlen:,}",
-            attention,
-            ", ".join(f"{step['seconds']:.2f}" for step in steps),
-            *(f"{steps[-1]['parts'][name]:.2f}" for name in names),
-            f"{steps[-1]['mfu_percent']:.1f}%",
-            f"{steps[-1]['mfu_percent'] / FP8_PER_BF16:.1f}%",
-            f"{steps[-1]['loss']:.3f}",
-        )
-        for (seqlen, attention), steps in groups.items()
-    )
-    launch = f"torchrun --nproc-per-node {result['ranks']} " if result["ranks"] > 1 else ""
-    source = f"{_measured(result, 'torch', 'triton', 'lightning', 'transformers', by=launch)}."
-    head = ("tokens", "attention", "s of each step", *(f"{name}, s" for name in names))
-    return _page(source, (*head, "MFU by bf16 peak", "by FP8 peak", "loss"), rows)
-
-
-def fp8_layers_table(result: dict) -> str:
-    """Tabulate, by layer, the errors of dq, dk and dv of each choice of attention, and of the parameters' gradient."""
-    rows, names = [], ()
-    for variant, moments in result["layers"].items():
-        for when, found in moments.items():
-            names = tuple(found["attention"])
-            for layer in range(len(next(iter(found["parameters"].values())))):
-                cells = []
-                for name, errors in found["attention"].items():
-                    three = " / ".join(f"{100 * errors[layer][x]:.1f}" for x in BESIDE[1:])
-                    cells.append(f"{three}; {100 * found['parameters'][name][layer]:.1f}")
-                rows.append((f"{variant}, {when}, {layer}", *cells))
-    return table(("model, time, layer", *names), rows)
-
-
-def _untimed(results: list[dict]) -> str:
-    """Return the rows whose ideal was only timed with our kernel."""
-    rows = list(dict.fromkeys(row["row"] for row in results if not any("flash-attn-4" in name for name in row["ms"])))
-    if not rows:
-        return ""
-    every = len(rows) == len({row["row"] for row in results})
-    which = "every row" if every else f"rows of {' and '.join(row.split(', ')[-1] for row in rows)}"
-    around = " and Ulysses is around it" if any("Ulysses" in row["percent"] for row in results) else ""
-    return f"flash-attn-4 was not timed in {which}: the ideal is of our kernel{around}."
-
-
-def training_table(result: dict) -> str:
-    """Tabulate the last step of every run and its plan."""
-    rows = []
-    for run in result["runs"]:
-        last, cells = run["steps"][-1], list[str]()
-        for name in ("memory_gib", "step_seconds"):
-            measured, planned = run[name], run[f"planned_{name}"]
-            cells += [f"{measured:.2f}", f"{planned:.2f} ({100 * (planned / measured - 1):+.0f}%)"]
-        speed = f"{last['tflops_per_rank']:.0f}", f"{last['mfu_percent']:.1f}%"
-        rows.append((f"{run['layers']}", f"{run['seqlen']:,}", f"{run['visible_fraction']:.2f}", *cells, *speed))
-    source = f"{_measured(result, 'torch', 'triton', 'lightning')}. {result['about']}"
-    planned = ("GiB", "planned", "s a step", "planned")
-    return _page(source, ("layers", "tokens", "visible", *planned, "model TFLOP/s a GPU", "MFU"), rows)
 
 
 def trees_table(result: dict) -> str:
@@ -391,7 +219,7 @@ def documents_table(result: dict, column: str = "tokens of a document") -> str:
         cell = f"{row['balance_percent']:.0f} ({row['worst_percent']:.0f}); {row['shards']:.2g}; {row['messages']:.0f}"
         cells.setdefault((row["mix"], str(row["ranks"])), []).append(cell)
     about = result["environment"]
-    source = f"{_command(about)}, commit {about['commit']}, {result['packings']} packings of each mix."
+    source = f"`{about['command']}`, commit {about['commit']}, {result['packings']} packings of each mix."
     return _page(source, (column, "ranks", *layouts), ((*which, *row) for which, row in cells.items()))
 
 
@@ -453,60 +281,7 @@ def steps_of_documents_table(result: dict) -> str:
         for row in result["steps"]
     )
     head = ("tokens of a document", "of a sequence", "sequences of a step", "shuffled", "mixed by length", "and sorted")
-    return _page(f"{_command(about)}, commit {about['commit']}.", head, rows)
-
-
-def steps_tables(result: dict) -> str:
-    """Tabulate the measurements of `benchmarks/train_steps.py` by length with the plan, and the parts of a step."""
-    lengths = list(dict.fromkeys(step["seqlen"] for step in result["steps"] if step["kind"] == "timed"))
-    timed, waits = (
-        [[x for x in result["steps"] if (x["kind"], x["seqlen"]) == (kind, seqlen)] for seqlen in lengths]
-        for kind in ("timed", "waits")
-    )
-    plans = [result["plans"].get(str(seqlen)) for seqlen in lengths]
-    about = _measured(
-        result, "torch", "triton", "lightning", "transformers", "liger-kernel",
-        by=f"torchrun --nproc-per-node {result['ranks']} ",
-    )  # fmt: skip
-    planned = ("s of each step", "planned then", "tokens/s a GPU", "MFU", "GiB", "planned then")
-    rows = map(_steps_row, timed, waits, plans)
-    steps = _page(
-        f"{about}. The model was built in {result['built_seconds']:.0f} s.",
-        ("tokens", *planned, "ring waits, ms"),
-        rows,
-    )
-    traced = [of_length[-1] for of_length in timed if "parts" in of_length[-1]]
-    return f"{steps}\n\n{_parts_table(traced)}" if traced else steps
-
-
-def _steps_row(steps: list[dict], waits: list[dict], plan: dict | None) -> tuple[str, ...]:
-    """Return the row of one length: the seconds of all its steps, and the other figures of the last one."""
-    last = steps[-1]
-    gib, seconds = last["allocated_gib"] + last["areas_gib"], ", ".join(f"{step['seconds']:.2f}" for step in steps)
-    planned_seconds = planned_gib = ""
-    if plan is not None:
-        uncounted = ("fragmentation", "CUDA and libraries")
-        of_plan = sum(value for name, value in plan["memory_bytes"].items() if name not in uncounted) / 2**30
-        of_step = sum(plan["step_seconds"].values())
-        planned_seconds = f"{of_step:.2f} ({100 * (of_step / last['seconds'] - 1):+.0f}%)"
-        planned_gib = f"{of_plan:.1f} ({100 * (of_plan / gib - 1):+.0f}%)"
-    mfu = "" if last["mfu_percent"] is None else f"{last['mfu_percent']:.1f}%"
-    speed = f"{last['tokens_per_second_per_gpu']:,.0f}"
-    waited = ", ".join(f"{step['exposed_communication_ms']:.0f}" for step in waits)
-    return f"{last['seqlen']:,}", seconds, planned_seconds, speed, mfu, f"{gib:.1f}", planned_gib, waited
-
-
-def _parts_table(steps: list[dict]) -> str:
-    """Tabulate seconds and percent of each part of the traced steps."""
-    rows = (
-        (
-            f"{step['seqlen']:,}",
-            *(f"{x:.2f} ({100 * x / step['seconds']:.1f}%)" for x in step["parts"].values()),
-            f"{sum(step['parts'].values()):.2f}",
-        )
-        for step in steps
-    )
-    return table(("s of", *steps[0]["parts"], "together"), rows)
+    return _page(f"`{about['command']}`, commit {about['commit']}.", head, rows)
 
 
 if __name__ == "__main__":

@@ -256,8 +256,8 @@ def _checked_chunk(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens:
         raise ValueError(f"chunk_tokens must be 1 or more, got {chunk_tokens}; leave it out for 512 MiB of logits.")
     if isinstance(logit_scale, Tensor) and logit_scale.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "logit_scale must be a number, got a tensor that requires grad, which would get none; multiply hidden by "
-            "it, and leave logit_scale out."
+            "logit_scale must be a number, got a tensor that requires grad, whose gradient would be lost; multiply "
+            "hidden by it, and leave logit_scale out."
         )
     if isinstance(weight, DTensor):
         raise ValueError(

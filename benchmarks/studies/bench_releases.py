@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
 
 from benchmarks import bench_kernels as bench  # noqa: E402
-from benchmarks.environment import describe  # noqa: E402
+from benchmarks.environment import describe, result_text  # noqa: E402
 
 LONG = 5e13  # FLOPs of a call of which three samples are enough
 ROWS = [(row, d) for row in sorted(bench.ROWS, key=lambda row: row.seqlen) for d in ("forward", "backward")]
@@ -87,7 +87,7 @@ def main(path: Path, folders: list[str]) -> None:
                 samples[f"{release.name} {name}"].append(flops / release.ask([name, repeats]) / 1e9)
         tflops = {name: statistics.median(values) for name, values in samples.items()}
         results.append({"row": str(row), "pass": direction, "tflops": tflops, "samples": samples})
-        path.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+        path.write_text(result_text({"environment": about, "results": results}))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Also counts the work of the sequences that data ranks compute in one step, by th
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from statistics import mean
 import torch
 from torch import Tensor
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 from ringflash.attention.schedule import plan_single_block
 from ringflash.data.order import mix_lengths, shuffled
 from ringflash.sequence.mask import SequenceMask
@@ -59,7 +58,7 @@ def main() -> None:
         for ranks in (8, 64)
     ]
     about = {"environment": describe(), "tokens_per_rank": TOKENS_PER_RANK, "packings": options.packings}
-    options.json.write_text(json.dumps({**about, "results": results, "steps": steps}, indent=1) + "\n")
+    options.json.write_text(result_text({**about, "results": results, "steps": steps}))
 
 
 def pack(seed: int, seqlen: int, shortest: int, longest: int) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ python benchmarks/studies/count_trees.py --json benchmarks/results/trees.json
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 from benchmarks.studies.count_documents import TOKENS_PER_RANK, count_layout
 from ringflash.sequence.mask import SequenceMask
 
@@ -131,7 +130,7 @@ def main() -> None:
                 )
                 print(results[-1], flush=True)
     about = {"environment": describe(), "tokens_per_rank": TOKENS_PER_RANK, "packings": options.packings}
-    options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    options.json.write_text(result_text({**about, "results": results}))
 
 
 if __name__ == "__main__":

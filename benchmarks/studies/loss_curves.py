@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from lightning.pytorch import plugins
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from benchmarks.environment import ROOT, describe
+from benchmarks.environment import ROOT, describe, result_text
 from recipes.lightning.compare import newest_curve, read_losses
 
 FLAGS = {
@@ -82,7 +81,7 @@ def main() -> None:
     if options.json:
         precision = "bf16-mixed" if torch.cuda.is_available() else "fp64"
         head = {"environment": describe("lightning", "transformers"), "precision": precision, "apart": apart}
-        options.json.write_text(json.dumps({**head, "losses": curves}) + "\n")
+        options.json.write_text(result_text({**head, "losses": curves}))
 
 
 def train(size: int, steps: int, recipe_flags: list[str], out: Path) -> list[float]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_two_sided import agents, block_diffusion, forest, images, rollouts
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 from ringflash.attention import schedule
 from ringflash.sequence import balanced, layout
 from ringflash.sequence import mask as sequence_mask
@@ -126,7 +126,7 @@ def main() -> None:
     if options.json:
         busy = {"cores": os.cpu_count(), "load_average": [*load, os.getloadavg()[0]]}
         about = {"environment": describe(), **busy, "tokens": TOKENS, "ranks": RANKS}
-        options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+        options.json.write_text(result_text({**about, "results": results}))
 
 
 if __name__ == "__main__":

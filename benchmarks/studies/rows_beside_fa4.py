@@ -9,7 +9,6 @@ that name. With --warm i/n, an n-th of the kernels is compiled, on short inputs:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks import bench_kernels as bench
 from benchmarks.bench_kernels import Contender, Inputs, Row, Run
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 
 ROWS = (
     *(Row(192, 16384, 1, 16, 16, kind, 128) for kind in ("causal", "full")),
@@ -147,7 +146,7 @@ def main() -> None:
         result = {"row": str(row), "pass": direction, "tflops": medians, "samples": samples, "differences": errors}
         results.append(result)
         if options.json:
-            options.json.write_text(json.dumps({"environment": about, "results": results}, indent=1))
+            options.json.write_text(result_text({"environment": about, "results": results}))
         del inputs, runs
         torch.cuda.empty_cache()
 

@@ -141,8 +141,8 @@ def attention_forward(
     check_inputs(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise ValueError(
-            "q, k and v must not require grad, got some that do and would get none; call ringflash.ring_attention with "
-            "group=None, or use torch.no_grad and attention_backward."
+            "q, k and v must not require grad, got tensors that do, whose gradients would be lost; call "
+            "ringflash.ring_attention with group=None, or use torch.no_grad and attention_backward."
         )
     mask = _mask_of(q, k, mask, causal, window_size)
     if acc is not None and lse is None:
@@ -151,6 +151,8 @@ def attention_forward(
     if lse is None:
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
     _check_state(q, v, out, lse, acc)
+    if any(map(out.is_set_to, (q, k, v))):
+        raise ValueError("out must not be q, k or v, got one of them, whose values are still read; leave it out.")
     state = {} if row_max is None else {"row_max": _checked_row_max(impl, lse, row_max)}
     implementation(impl, q, k, v).forward(q, k, v, mask, _scale(q, softmax_scale), out=out, lse=lse, acc=acc, **state)
     return out, lse
@@ -524,7 +526,18 @@ def _mask_of(q: Tensor, k: Tensor, mask: Mask | None, causal: bool, window_size:
 
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    check_scale(scale)
+    return scale
+
+
+def check_scale(scale: float) -> None:
+    """Raise ValueError unless a scale is positive and finite."""
+    if not 0 < scale < float("inf"):
+        raise ValueError(
+            f"softmax_scale must be positive and finite, got {scale}; leave it out for head_dim ** -0.5, or negate q "
+            "for a negative scale."
+        )
 
 
 @functools.cache

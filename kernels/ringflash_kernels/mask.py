@@ -133,7 +133,13 @@ class Mask:
     def documents(
         cls, cu_seqlens: Sequence[int], *, causal: bool = True, window_size: tuple[int, int] = (-1, -1)
     ) -> Mask:
-        """Build the mask of packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document."""
+        """Build the mask of packed documents [cu_seqlens[i], cu_seqlens[i + 1]): no query sees another document.
+
+        Raises:
+            ValueError: bounds that do not ascend from 0.
+        """
+        if cu_seqlens[0] != 0 or any(b <= a for a, b in pairwise(cu_seqlens)):
+            raise ValueError(f"cu_seqlens must ascend from 0, got {cu_seqlens}; prepend 0 and sort.")
         lower, upper = band_of(causal, window_size)
         regions = (Region(a, b, a, b, lower, upper) for a, b in pairwise(cu_seqlens))
         return cls.of(cu_seqlens[-1], cu_seqlens[-1], regions)
@@ -304,8 +310,18 @@ def _upload_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def check_window_size(window_size: tuple[int, ...]) -> None:
+    """Raise ValueError unless window_size is two integers of at least -1."""
+    if len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
+        raise ValueError(
+            f"window_size must be (left, right), each -1 (unlimited) or more, got {window_size}; "
+            "a window of n tokens up to and including the query is (n - 1, 0)."
+        )
+
+
 def band_of(causal: bool, window_size: tuple[int, int]) -> tuple[int | None, int | None]:
     """Return (lower, upper) of the band lower <= key position - query position <= upper; None is unlimited."""
+    check_window_size(window_size)
     left, right = window_size
     lower = None if left < 0 else -left
     upper = None if right < 0 else right

@@ -153,8 +153,8 @@ def _claim(out: Path, plan: str, finished: Header | None, equal_plans: tuple[str
 
 def _of_others(out: Path) -> ValueError:
     return ValueError(
-        f"out must be of the same inputs, tokenizer and options, got {out}, made from others; name another folder, or "
-        "delete this one."
+        f"out must be made from the same inputs, tokenizer and options, got {out}, which is not; name another "
+        "folder, or delete this one."
     )
 
 

@@ -40,7 +40,9 @@ def largest_difference(a: dict[int, float], b: dict[int, float]) -> tuple[float,
     """
     steps = a.keys() & b.keys()
     if not steps:
-        raise ValueError(f"curves must share a step, got {len(a)} and {len(b)} steps apart; train both from step 0.")
+        raise ValueError(
+            f"curves must have a step in common, got {len(a)} and {len(b)} others; train both from step 0."
+        )
     return max(abs(a[step] - b[step]) for step in steps), len(steps)
 
 

@@ -12,14 +12,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning
 import torch
-import yaml
 from jsonargparse import ActionConfigFile, Namespace
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -27,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 
 from recipes.lightning.progress import Progress
 from recipes.lightning.resume import SameCheckpoint, newest_checkpoint
-from ringflash.commands.overlays import check_keys, lay_over
+from ringflash.commands.overlays import lay_over
 from ringflash.lightning import CausalLM
 from ringflash.lightning.checkpoints import ModelCheckpoint
 from ringflash.lightning.data import SequenceData
@@ -41,8 +38,6 @@ class OverlayAction(ActionConfigFile):
 
     def __call__(self, parser: Any, cfg: Namespace, values: str, option_string: str | None = None) -> None:
         """Apply the file to the arguments so far."""
-        with suppress(OSError, yaml.YAMLError):  # jsonargparse has messages of its own for them
-            check_keys(yaml.safe_load(Path(values).read_text()))
         before = cfg.clone()
         super().__call__(parser, cfg, values, option_string)
         for key, value in cfg.items():

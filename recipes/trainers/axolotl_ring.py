@@ -53,7 +53,9 @@ class RingPlugin(BasePlugin):
         wrong = [name for name in others if (getattr(cfg, name, None) or 1) > 1]
         wrong += [name for name in ("rl", "reward_model", "process_reward_model") if getattr(cfg, name, None)]
         if wrong:
-            raise NotImplementedError(f"{', '.join(wrong)} must be left out with ringflash_size, got it; remove it.")
+            raise NotImplementedError(
+                f"{', '.join(wrong)} must be left out with ringflash_size; remove it from the configuration."
+            )
         rings = int(os.environ.get("WORLD_SIZE", 1)) // cfg.ringflash_size
         axis = "dp_shard_size" if cfg.fsdp_config else "dp_replicate_size"
         config = ParallelismConfig(cp_backend="ringflash", cp_size=cfg.ringflash_size, **{axis: rings})

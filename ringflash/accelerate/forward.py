@@ -51,8 +51,8 @@ def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
     head = None if own is None else fused_head_of(own)
     if own is not None and head is None:
         raise NotImplementedError(
-            f"forward must be that of {type(causal).__name__}, got one set on the object, which the ring's would "
-            "replace; leave it out, or compute the loss from ringflash.log_probs."
+            f"forward must be the method of {type(causal).__name__}, got a function that was set on the object, which "
+            "the ring's forward would replace; remove it, or compute the loss from ringflash.log_probs."
         )
     huggingface.register()
     if hasattr(causal, "set_attn_implementation"):
@@ -132,12 +132,12 @@ class RingForward:
             fused: the batch is for TRL's fused head, which computes log-probabilities.
         """
         content: dict[str, object] = {}
-        remedy = "give a ring's ranks the same batches, and in TRL's GRPO and RLOO the same seeds (docs/accelerate.md)"
+        remedy = "give a ring's ranks the same batches (docs/accelerate.md)"
         with raising_together(self.group, content, causal.device, remedy=remedy):
             if fused and self._fused_head is None:
                 raise NotImplementedError(
-                    "model must have TRL's fused head for fused_lm_head, got one without; let TRL's trainer prepare "
-                    "the model."
+                    "model must have TRL's fused head to take fused_lm_head, got a model without it; let TRL's trainer "
+                    "prepare the model."
                 )
             rows = _read(causal, input_ids, kwargs, fused)
             if fused and self.min_shared:
@@ -148,8 +148,8 @@ class RingForward:
                     )
                 if inputs_of(causal).counts_positions:
                     raise NotImplementedError(
-                        f"share_prefixes must be left out for layers that count positions, got {type(causal).__name__} "
-                        "(Llama 4), which would count those of the packed tokens; leave it out for this model."
+                        f"share_prefixes must be False for {type(causal).__name__}, got True: its layers count "
+                        "positions themselves (Llama 4), and would count those of the packed row; leave it out."
                     )
                 rows = share_rows(rows, self.min_shared)
             content["batch of accelerate"] = [*rows.input_ids.shape]
@@ -222,9 +222,9 @@ def compare_loss(loss: Tensor, num_processes: int, cp_size: int) -> bool:
     factor = (loss.detach() / of_forward[0]).item()
     if abs(factor - num_processes) <= 4 * torch.finfo(loss.dtype).eps * num_processes:
         raise ValueError(
-            f"the loss must be multiplied by the number of rings, {num_processes // cp_size}, as Trainer.compute_loss "
-            f"does, got that of the forward times the number of processes, {num_processes}, with which loss and "
-            f"gradients are {cp_size} times too large; call super().compute_loss, or divide by cp_size."
+            f"compute_loss must multiply the loss of the forward by the number of rings ({num_processes // cp_size}), "
+            f"as Trainer.compute_loss does, got the loss times the number of processes ({num_processes}), which makes "
+            f"loss and gradients {cp_size} times too large; call super().compute_loss, or divide by cp_size."
         )
     return math.isfinite(factor)
 
@@ -241,8 +241,8 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
     asked = kwargs.get("output_router_logits")
     if asked is not None and bool(asked) != configured:
         raise NotImplementedError(
-            f"output_router_logits must be that of the model's configuration, {configured}, got {asked}; set it there "
-            "before the model is prepared, or, with TRL, router_aux_loss_coef=0."
+            f"output_router_logits must be {configured}, as in the model's configuration, got {asked}; change the "
+            "configuration before the model is prepared, or, with TRL, pass router_aux_loss_coef=0."
         )
     given.pop("output_router_logits", None)
     unknown = sorted(set(given) - _READ - _REDUNDANT - _TYPES)

@@ -36,13 +36,13 @@ def register(*, share_prefixes: bool | int = False) -> None:
         import accelerate.accelerator
         from accelerate import Accelerator, ParallelismConfig
         from accelerate.scheduler import AcceleratedScheduler
-        from transformers import Trainer
+        from transformers import Trainer, TrainingArguments
     except ImportError as cause:
         raise RuntimeError(
             f"accelerate 1.15 and transformers 5.17, or later, must be installed, got {cause}; {_REMEDY}."
         ) from cause
     if isinstance(ParallelismConfig.cp_enabled, _CpEnabled):
-        raise RuntimeError("register must be called once in a process, got a second call; leave it out.")
+        raise RuntimeError("register must be called once in a process, got a second call; remove that call.")
     wrappers: list[tuple[Any, Callable[..., Any]]] = [
         (ParallelismConfig, __post_init__), (ParallelismConfig, build_device_mesh),
         (ParallelismConfig, _validate_accelerator), (Accelerator, prepare), (Accelerator, prepare_model),
@@ -50,13 +50,13 @@ def register(*, share_prefixes: bool | int = False) -> None:
         (accelerate.accelerator, prepare_data_loader), (AcceleratedScheduler, step),
         (Trainer, get_tp_size), (Trainer, get_cp_size), (Trainer, _get_num_items_in_batch), (Trainer, compute_loss),
         (Trainer, prediction_step), (Trainer, create_accelerator_and_postprocess), (Trainer, evaluation_loop),
-        (Trainer, floating_point_ops),
+        (Trainer, floating_point_ops), (TrainingArguments, _post_init_arguments),
     ]  # fmt: skip
     if hasattr(Trainer, _track_num_input_tokens.__name__):  # some releases count within the training loop
         wrappers.append((Trainer, _track_num_input_tokens))
     missing = [f.__name__ for owner, f in wrappers if not hasattr(owner, f.__name__)]
     if missing:
-        raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without; {_REMEDY}.")
+        raise RuntimeError(f"accelerate and transformers must have {missing}, got releases without them; {_REMEDY}.")
     from ringflash.accelerate.forward import RingForward  # imports much, and needs transformers
 
     RingForward.min_shared = int(share_prefixes)
@@ -215,8 +215,8 @@ def prepare_data_loader(original: Callable[..., Any], *args: Any, **options: Any
     loader = args[0] if args else options["dataloader"]
     if type(getattr(loader, "batch_sampler", None)).__name__ == "BatchRebalanceSampler":
         raise NotImplementedError(
-            f"train_sampling_strategy must not be 'batch_rebalance' with cp_backend={NAME!r}, got it, which gives each "
-            "rank of a ring different batches; use 'random' or 'group_by_length'."
+            f"train_sampling_strategy must be 'random' or 'group_by_length' with cp_backend={NAME!r}, got "
+            "'batch_rebalance', which gives different batches to the ranks of a ring; use one of these."
         )
     seed = getattr(loader, "worker_init_fn", None)
     if isinstance(seed, partial) and "rank" in seed.keywords:
@@ -283,19 +283,45 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
         self.split_batches = False
 
 
-# Trainer
+# TrainingArguments and Trainer
+
+
+def _post_init_arguments(original: Callable[..., Any], self: Any) -> None:
+    """Count every rank in a generation_batch_size that was given: TRL divides it by the processes, not by the rings.
+
+    `count_groups_of_rings` counts rings again.
+    """
+    original(self)
+    if getattr(self, "generation_batch_size", None) is not None:
+        self.generation_batch_size *= _ring_size_of(self)
+
+
+_post_init_arguments.__name__ = "__post_init__"
+
+
+def _ring_size_of(args: Any) -> int:
+    """Return the size of the ring for a trainer's arguments, also if only the launcher's environment configures it."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import parse_flag_from_env
+
+    config = args.parallelism_config
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    return ring_size(config)
 
 
 def create_accelerator_and_postprocess(original: Callable[..., Any], self: Any) -> None:
     """Create the accelerator; let TRL's trainers use the ring for all models that score, and count rings."""
     original(self)
     if (size := ring_size(self.accelerator.parallelism_config)) > 1:
-        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head
+        from ringflash.accelerate.trl import count_groups_of_rings, put_on_ring_with_head, share_rollouts
 
         self.accelerator._ringflash_checks_loss = True
         put_on_ring_with_head(type(self), _put_on_ring)
         if hasattr(self.args, "num_generations_eval"):
             count_groups_of_rings(self.args, size)
+            if hasattr(self, "_calculate_rewards"):
+                share_rollouts(self, self.accelerator.torch_device_mesh["cp"].get_group())
 
 
 def get_tp_size(original: Callable[..., Any], self: Any) -> int:

@@ -98,8 +98,8 @@ def read_rows(
     is_token = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     if attention_mask is not None and bool((attention_mask[is_token] != 1).any()):
         raise ValueError(
-            f"attention_mask must be 0 or 1, got up to {attention_mask.max()}: document numbers would be read as one "
-            "document; pack them with position_ids that restart, without an attention_mask."
+            f"attention_mask must be 0 or 1, got values up to {attention_mask.max()}: numbers of documents would all "
+            "be read as 1; to pack documents, pass position_ids that restart, without an attention_mask."
         )
     begins = is_token & ~is_token.roll(1, 1)
     begins[:, 0] = is_token[:, 0]
@@ -142,7 +142,7 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
     """
     if rows.types is not None:
         raise NotImplementedError(
-            f"{rows.types.name} must not be given with share_prefixes, got some; leave them out, or share_prefixes."
+            f"{rows.types.name} must be None with share_prefixes, got a tensor; leave one of the two out."
         )
     tokens, labels = rows.input_ids.flatten().cpu(), rows.labels.flatten().cpu()
     bounds = range(0, len(tokens) + 1, rows.input_ids.shape[1])
@@ -153,7 +153,7 @@ def share_rows(rows: BatchRows, min_shared: int) -> BatchRows:
     used, wanted = places[labelled], torch.full_like(packed.labels, IGNORE_INDEX)
     if bool((used < 0).any()) or bool((packed.labels[0, used] != labels[labelled]).any()):
         raise ValueError(
-            "labels must be the next tokens with share_prefixes, got others; leave them out, or share_prefixes."
+            "labels must be the next tokens of a row with share_prefixes, got other tokens; leave one of the two out."
         )
     wanted[0, used] = labels[labelled]
     places[~labelled] = -1  # also if another row has a label at the shared token

@@ -72,7 +72,7 @@ def fused_head_of(forward: Callable[..., Any]) -> FusedHead | None:
     head = FusedHead(**bound)
     if unknown := set(head.outputs) - _OUTPUTS:
         raise NotImplementedError(
-            f"outputs must be of {sorted(_OUTPUTS)}, got {sorted(unknown)}; leave use_weighting out."
+            f"outputs must be some of {sorted(_OUTPUTS)}, got {sorted(unknown)}; leave use_weighting out."
         )
     return head
 
@@ -106,15 +106,39 @@ def count_groups_of_rings(args: Any, cp_size: int) -> None:
     for name, value in over_all.items():
         if getattr(args, name, None) == value:
             raise NotImplementedError(
-                f"{name} must not be {value!r} with cp_backend='ringflash', got it: TRL would count each completion "
-                "once for every rank of a ring; scale rewards within groups."
+                f"{name} must not be {value!r} with cp_backend='ringflash': TRL would count each completion once for "
+                "every rank of a ring. Scale rewards within groups."
             )
     if (quantile := getattr(args, "top_entropy_quantile", 1.0)) < 1:
         raise NotImplementedError(
-            f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile of "
-            "entropies of all ranks, which has each token once for every rank of a ring; leave it out."
+            f"top_entropy_quantile must be 1 with cp_backend='ringflash', got {quantile}: TRL takes the quantile over "
+            "all ranks, and would count each token once for every rank of a ring; leave it out."
         )
     args.generation_batch_size = per_rank * (args.world_size // cp_size)
+
+
+def share_rollouts(trainer: Any, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a ring the completions, the shuffling and the rewards of its first rank.
+
+    TRL seeds each rank otherwise. A judge that samples gives each rank other rewards: the ring would then train on the
+    mean of its ranks' advantages.
+
+    Args:
+        trainer: of TRL, for GRPO or RLOO.
+    """
+    generate, calculate, first = trainer._generate, trainer._calculate_rewards, dist.get_global_rank(group, 0)
+
+    def _generate(prompts: list[Any]) -> Any:
+        made = [generate(prompts), torch.get_rng_state()]  # TRL shuffles next
+        dist.broadcast_object_list(made, first, group)
+        torch.set_rng_state(made[1])
+        return made[0]
+
+    def _calculate_rewards(*args: Any) -> Tensor:
+        of_ranks = calculate(*args).unflatten(0, (trainer.accelerator.num_processes, -1))
+        return of_ranks[:: group.size()].repeat_interleave(group.size(), 0).flatten(0, 1)
+
+    trainer._generate, trainer._calculate_rewards = _generate, _calculate_rewards
 
 
 def score_batch(

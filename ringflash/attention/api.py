@@ -22,7 +22,7 @@ from ringflash.comm.call_numbers import in_batch_row, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import UNDECIDED, buffer_bytes
 from ringflash.comm.transport.point_to_point import comm_sms
-from ringflash.sequence.mask import check_window_size
+from ringflash_kernels.mask import check_window_size
 
 
 def ring_attention(
@@ -104,7 +104,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Call `ring_attention`, with the options that all calls of a module share as one value."""
     try:
-        left, right = _sides(window_size)
+        left, right = _window_sides(window_size)
         scale = _scale(q, softmax_scale)
         _check_batch_rows(cu_seqlens, q, k, v)
     except (ValueError, TypeError) as error:
@@ -121,7 +121,7 @@ def attend(
     deterministic = True if torch.are_deterministic_algorithms_enabled() else options.deterministic
     width, v = v.shape[-1] if v.dim() else 0, pad_values(k, v)
     grad_flags = q.requires_grad | k.requires_grad << 1 | v.requires_grad << 2 if torch.is_grad_enabled() else 0
-    out, lse = operators.attend(
+    out, lse = operators.call_operator(
         q, k, v, cu_seqlens, options.group_name, causal, scale, left, right, options.layout, options.impl,
         options.transport, deterministic, grad_flags, return_lse, width,
     )  # fmt: skip
@@ -208,23 +208,25 @@ def explain(
     """
     if isinstance(cu_seqlens, Sequence):
         raise ValueError(
-            f"cu_seqlens must be a tensor, got a list of {len(cu_seqlens)}, whose rows are calls of their own; explain "
-            "one row at a time."
+            f"cu_seqlens must be a tensor, got a list of {len(cu_seqlens)} tensors, each of which is a separate call; "
+            "explain one row at a time."
         )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = CallOptions(resolve(group), causal, 1.0, *_sides(window_size), layout, impl, transport, deterministic)
+    sides = _window_sides(window_size)
+    options = CallOptions(resolve(group), causal, 1.0, *sides, layout, impl, transport, deterministic)
     q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
     chosen = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
-        plan.impl, plan.impl_reason, algorithm, chosen, *options.size_and_rank, _steps(plan, CallShape.of(q, k, v)),
-        plan.all_keys.mask.num_visible, comm_sms(plan.impl, chosen), buffer_bytes(), plan.transport_reason,
+        plan.impl, plan.impl_reason, algorithm, chosen, *options.size_and_rank,
+        _describe_launches(plan, CallShape.of(q, k, v)), plan.all_keys.mask.num_visible, comm_sms(plan.impl, chosen),
+        buffer_bytes(), plan.transport_reason,
     )  # fmt: skip
 
 
-def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
-    """Launches of this rank, in order."""
+def _describe_launches(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
+    """Return a line for each launch of this rank, or for what is launched together, in order."""
     if plan.algorithm in HEAD_EXCHANGES:
         inner = plan.between_hosts(shape)
         if inner is None:
@@ -234,14 +236,14 @@ def _steps(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
             f"all-to-all of heads: {on_rail.num_heads} of {shape.num_heads} query heads of {on_rail.kv.rows} rows of "
             f"the host, {on_rail.kv.heads} of {shape.kv.heads} KV heads",
             f"attention between ranks {rail.members}, numbered from 0:",
-            *_steps(rail, on_rail),
+            *_describe_launches(rail, on_rail),
             "all-to-all of heads, back",
         )
     if plan.algorithm is Algorithm.LOCAL:
         return ("one launch",)
     blocks = plan.key_blocks(shape)
     sizes = GatherSizes.of(blocks, shape.kv, shape.num_heads, plan.travelling_dtype(shape.dtype))
-    sections = choose_sections(sizes, len(blocks))
+    sections = choose_sections(sizes, len(blocks), plan.transport)
     return (
         *(
             f"{block.num_rows} keys of ranks {sorted({segment.owner for segment in block.segments})}, "
@@ -259,8 +261,8 @@ def _scale(q: Tensor, given: float | None) -> float:
     """Return the scale, default head_dim ** -0.5. If q has no head_dim, `plan_call` raises on all ranks together."""
     if isinstance(given, Tensor) and given.requires_grad:
         raise ValueError(
-            "softmax_scale must be a number, got a tensor that requires grad, which would get none; "
-            "multiply q by it, and give softmax_scale=1.0."
+            "softmax_scale must be a number, got a tensor that requires grad, whose gradient would be lost; "
+            "multiply q by it, and pass softmax_scale=1.0."
         )
     if given is None:
         return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
@@ -276,7 +278,7 @@ def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
         raise ValueError(
             "cu_seqlens must be a tensor, or a list with a tensor for each row of q, k and v, got "
             f"{[type(x).__name__ for x in cu_seqlens][:8]} for {[x.shape[0] if x.dim() else 0 for x in tensors]} rows; "
-            "cu_seqlens_from_positions makes one of a row's positions."
+            "cu_seqlens_from_positions makes such a tensor from a row's positions."
         )
 
 
@@ -307,7 +309,7 @@ def _check_compiled_differentiation() -> None:
 _check_compiled_differentiation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _sides(window_size: Sequence[int]) -> tuple[int, int]:
+def _window_sides(window_size: Sequence[int]) -> tuple[int, int]:
     """Return (left, right) after checking that they are two integers. `plan_call` checks their values."""
     if type(window_size) is tuple and len(window_size) == 2 and type(window_size[0]) is type(window_size[1]) is int:
         return window_size
@@ -339,7 +341,7 @@ class RingAttention(nn.Module):
         self.options = CallOptions(
             resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic
         )
-        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _sides(window_size)
+        self.causal, self.softmax_scale, self.window_size = causal, softmax_scale, _window_sides(window_size)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | Sequence[Tensor] | None = None) -> Tensor:
         """Return out, as q; arguments as `ring_attention`."""

@@ -87,7 +87,7 @@ class HeadGather(GatherCall):
         def make() -> GatheredKV:
             kv_format = KVFormat.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
             sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, kv_format.dtype)
-            chosen = sections.choose_sections(sizes, len(self.blocks))
+            chosen = sections.choose_sections(sizes, len(self.blocks), transport_name(self.areas))
             return GatheredKV.of(self.areas, self.blocks, k, num_heads, getattr(chosen, pass_name), kv_format)
 
         return self._cached(pass_name, ("kv",), k, v, num_heads, make)

@@ -197,6 +197,6 @@ class BackwardUnits(UnitKernels):
         self.gradient_return.collect(index, self.dk, self.dv, self.call.impl)
 
     def finish(self, index: int) -> None:
-        """Return dK and dV of the last unit of a section, and cast the dQ of the section."""
-        self.finish_queries(self.sizes.units[index].section)
+        """Return dK and dV of the last unit of a section, and cast the dQ of the section, which no rank waits for."""
         self.return_gradients(index)
+        self.finish_queries(self.sizes.units[index].section)

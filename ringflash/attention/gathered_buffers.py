@@ -65,10 +65,10 @@ class PassSizes:
     @cached_property
     def buffered(self) -> bool:
         """True if units are pulled into buffers, False if into the area."""
-        return len(self.blocks) > 1 or not sections.fits_unbuffered(self.of_gather)
+        return len(self.blocks) > 1 or not sections.fits_unbuffered(self.gather_sizes)
 
     @property
-    def of_gather(self) -> GatherSizes:
+    def gather_sizes(self) -> GatherSizes:
         """Sizes from which the sections were chosen."""
         num_heads = self.shape.heads * self.heads_per_kv_head
         return GatherSizes.of(self.blocks, self.shape, num_heads, self.kv_format.dtype)

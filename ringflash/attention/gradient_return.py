@@ -138,7 +138,7 @@ def _num_buffers(sizes: PassSizes) -> int:
     """Return the number of buffers of gradients."""
     if len(sizes.blocks) > 1:
         return min(2, len(sizes.travelling))
-    return sections.choose_num_gradient_buffers(sizes.of_gather, sizes.heads)
+    return sections.choose_num_gradient_buffers(sizes.gather_sizes, sizes.heads)
 
 
 def _map_areas(

@@ -55,17 +55,17 @@ class HeadExchange:
     Args:
         areas: memory areas of the ranks of the host.
         members: ranks of the host, as ranks in the group.
-        channel: transport under which the watchdog counts this call.
+        transport: transport under which the watchdog counts this call.
         layout: layout of the rows.
         pass_name: "forward" or "backward".
         number: number of the call; it travels with the first tensors.
     """
 
     def __init__(
-        self, areas: GroupAreas, members: tuple[int, ...], channel: Transport, layout: str, pass_name: str,
+        self, areas: GroupAreas, members: tuple[int, ...], transport: Transport, layout: str, pass_name: str,
         number: CallNumber,
     ) -> None:  # fmt: skip
-        self.areas, self.members, self.channel = areas, members, channel
+        self.areas, self.members, self.transport = areas, members, transport
         self.pass_name, self.number = pass_name, number
         self.num_chunks = chunks_of_rank(layout)
 
@@ -85,14 +85,14 @@ class HeadExchange:
         words = all_to_all.words
         words.write(self.number)
         all_to_all.fill(*first, *rest)
-        with watching(self.channel, self.pass_name, device) as watched, waiting(device):
+        with watching(self.transport, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
             arrived = areas.run_in_lane("pull", all_to_all.transfers[1], [], urgent=True)
             on_host = words.for_host(self.number)
             if on_host is not None:
                 words.send_to_host(on_host)
                 words.expect(areas.group, self.members, self.number, areas.mark(), on_host)
-        tensors = all_to_all.arrived()
+        tensors = all_to_all.received_tensors()
         return tensors[: len(first)], tensors[len(first) :], arrived
 
     def to_ranks(self, *tensors: Tensor) -> list[Tensor]:
@@ -101,9 +101,9 @@ class HeadExchange:
         shares = [Share(x.shape[0], x.shape[1] // size, x.shape[2], x.shape[3], x.dtype) for x in tensors]
         all_to_all = self._all_to_all("rows", shares, len(shares), device)
         all_to_all.fill(*tensors)
-        with watching(self.channel, self.pass_name, device) as watched, waiting(device):
+        with watching(self.transport, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
-        return all_to_all.arrived()
+        return all_to_all.received_tensors()
 
     def _move(self, all_to_all: AllToAll, watched: CallInFlight | Unwatched) -> None:
         """Run the barrier and the first transfer in a lane, which batched copies need, and wait for them."""
@@ -188,7 +188,7 @@ class AllToAll:
             else:
                 own.copy_(x.unflatten(1, own.shape[1:4]))
 
-    def arrived(self) -> list[Tensor]:
+    def received_tensors(self) -> list[Tensor]:
         """Return the received tensors, (batch, rows, heads, width): views of a buffer if by position, else new ones."""
         if self.to_host:
             return [x.flatten(1, 3) for x in self.received]

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from ringflash.attention.options import CallOptions
 from ringflash.sequence.layout import check_layout, read_documents
 from ringflash.sequence.mask import Documents, SequenceMask
-from ringflash_kernels.api import check_inputs
+from ringflash_kernels.api import check_inputs, check_scale
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -174,11 +174,7 @@ def check_call(call: CallInputs) -> SequenceMask:
     q, k, v, cu_seqlens, options, grad_flags = call
     check_inputs(q, k, v)
     _check_pair(q, k, grad_flags)
-    if not 0 < options.scale < float("inf"):
-        raise ValueError(
-            f"softmax_scale must be positive and finite, got {options.scale}; leave it out for "
-            "head_dim ** -0.5, or negate q for a negative scale."
-        )
+    check_scale(options.scale)
     cp_size, _ = options.size_and_rank
     documents = documents_of(cu_seqlens, q) if isinstance(cu_seqlens, Tensor) else cu_seqlens
     window = options.window_left, options.window_right

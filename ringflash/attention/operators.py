@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, others):  # type: ignore[no-untyped-def]
         inputs = (q, k, v, *others)
-        output = _call(*inputs)
+        output = _call_without_gradient(*inputs)
         _setup_context(ctx, inputs, output)
         return output
 
@@ -210,18 +210,18 @@ class _Attention(torch.autograd.Function):
         return _backward(ctx, *gradients)[:4]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def call_operator(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Call the operator. Eager calls use `_Attention`: torch takes 200 µs to get from an operator to its gradient."""
     if torch.compiler.is_compiling():
         out, lse, *_ = ring_attention(q, k, v, *others)
     elif torch.is_grad_enabled():
         out, lse, *_ = _Attention.apply(q, k, v, others)
     else:
-        out, lse, *_ = _call(q, k, v, *others)
+        out, lse, *_ = _call_without_gradient(q, k, v, *others)
     return out, lse
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _call_without_gradient(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the operator without its gradient."""
     direct = _is_unobserved(q, k, v) and _has_declared_types(*others)
     return (_forward if direct else ring_attention)(q, k, v, *others)
@@ -240,7 +240,7 @@ def _is_unobserved(*tensors: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == torch._C._len_torch_function_stack() == 0
         and not torch.autograd._profiler_enabled()
         and not torch.is_grad_enabled()
-        and _PLAIN.issuperset(map(type, tensors))
+        and _PLAIN_TENSORS.issuperset(map(type, tensors))
         and all(map(torch._C._has_storage, tensors))
         and not all([x.is_meta for x in tensors])
     )
@@ -248,12 +248,13 @@ def _is_unobserved(*tensors: Tensor) -> bool:
 
 def _has_declared_types(cu_seqlens: object, *options: object) -> bool:
     """True if the operator would take every option unchanged: it converts numpy's integers, and refuses others."""
-    return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and [*map(type, options)] == _KINDS[: len(options)]
+    types = [*map(type, options)]
+    return (cu_seqlens is None or isinstance(cu_seqlens, Tensor)) and types == _OPTION_TYPES[: len(options)]
 
 
-_PLAIN = {Tensor, torch.nn.Parameter}
-_TENSORS = ("q", "k", "v", "cu_seqlens", "return")
-_KINDS = [kind for name, kind in get_type_hints(_forward).items() if name not in _TENSORS]
+_PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
+_TENSOR_ARGUMENTS = ("q", "k", "v", "cu_seqlens", "return")
+_OPTION_TYPES = [kind for name, kind in get_type_hints(_forward).items() if name not in _TENSOR_ARGUMENTS]
 
 
 def check_group(group: dist.ProcessGroup | None) -> None:

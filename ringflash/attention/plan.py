@@ -1,4 +1,8 @@
-"""A checked call: its mask, kernel implementation, algorithm and transport, chosen before anything is sent."""
+"""Plan of a call: its mask, kernel implementation, algorithm and transport, chosen before anything is sent.
+
+plan_of         the plan of an equal call, or a new one by `plan_call`, which checks and chooses
+CallPlan.open   once the ranks have agreed on the call: open the transport, and return the algorithm over it
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from torch import Tensor
 
 from ringflash.attention import schedule
 from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallInputs, CallShape, check_call
+from ringflash.attention.inputs import CallInputs, CallShape, check_call, make_addressable
 from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
 from ringflash.attention.schedule import KeyBlock
@@ -47,6 +51,155 @@ from ringflash_kernels.api import (
     implementation,
     rounds,
 )
+
+plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
+_MAX_PLANS = 32
+_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
+
+
+def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
+    """Return the plan of a call, and the call with copies of the tensors that kernels cannot read as they are.
+
+    Equal calls on GPUs over several ranks share a plan. Plans are cached for tensors that kernels can read.
+    """
+    plan = _cached_plan(call)
+    if plan is None:
+        q, k, v = (make_addressable(x) for x in (call.q, call.k, call.v))
+        call = call._replace(q=q, k=k, v=v)
+        plan = _cached_plan(call)
+    if plan is None:
+        plan = plan_call(call)
+        if UNDECIDED not in (plan.algorithm, plan.transport):
+            _cache(call, plan)
+    return plan, call
+
+
+def _cached_plan(call: CallInputs) -> CallPlan | None:
+    key = _cache_key(call)
+    return None if key is None else plan_cache.get(key)
+
+
+def _cache(call: CallInputs, plan: CallPlan) -> None:
+    """Keep the plan of a call; drop plans of groups that have been destroyed, and the oldest one of too many."""
+    key = _cache_key(call)
+    if key is None:
+        return
+    for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
+        del plan_cache[old]
+    alike = [old for old in plan_cache if (old[1] is None) == (call.cu_seqlens is None)]
+    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else _MAX_DOCUMENT_PLANS):
+        del plan_cache[alike[0]]
+    plan_cache[key] = plan
+
+
+def _cache_key(call: CallInputs) -> tuple[Hashable, ...] | None:
+    """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
+    q, k, v, cu_seqlens, options, grad_flags = call
+    group = options.group
+    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
+        return None
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
+        return None
+    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
+    return forms, cu_seqlens, options, grad_flags, known_split(group)
+
+
+def plan_call(call: CallInputs) -> CallPlan:
+    """Check a call without communicating.
+
+    Raises:
+        ValueError, NotImplementedError: the rule, the value found, and the remedy.
+    """
+    q, k, v, cu_seqlens, options, _ = call
+    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
+        raise NotImplementedError(
+            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
+            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
+        )
+    mask = check_call(call)
+    impl, reason = _choose_impl(options.impl, q, k, v)
+    check_backward(impl, q.shape[-1], options.deterministic)
+    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
+    return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
+
+
+def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
+    """Return the implementation and the reason for it, after checking that it can take the inputs."""
+    if impl == "auto":
+        return choose_impl(q, k, v)
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
+    implementation(impl, q, k, v)
+    return impl, "asked for"
+
+
+def _choose_algorithm(
+    options: CallOptions, shape: CallShape
+) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
+    """Return the algorithm and the transport that the argument `transport` selects, and why.
+
+    Raises:
+        ValueError: unknown name, or heads that cannot be divided.
+        NotImplementedError: the group, the device or the layout does not support it.
+    """
+    name, group = options.transport, options.group
+    if name not in ("auto", *TRANSPORTS, *HEAD_EXCHANGES):
+        raise ValueError(
+            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, HEAD_EXCHANGES))}, got {name!r}; "
+            "'auto' takes what the GPUs' links allow."
+        )
+    exchanges = name in HEAD_EXCHANGES
+    messages = message_transport(shape.device)
+    transport = choose_transport(messages if exchanges else name, group, shape.device)
+    if exchanges and group is not None:
+        exchange = Algorithm(name)
+        _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
+        return exchange, UNDECIDED if (exchange, messages) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
+    if name == "auto":
+        algorithm, reason = _algorithm_of_auto(transport, options, shape)
+        return algorithm, transport, reason
+    return Algorithm.LOCAL if group is None else Algorithm.GATHER, transport, "asked for"
+
+
+def _algorithm_of_auto(
+    transport: str | Undecided | None, options: CallOptions, shape: CallShape
+) -> tuple[Algorithm | Undecided, str]:
+    """Return the algorithm of "auto" over a transport, and why: BY_HOST over messages if hosts and heads allow it."""
+    group = options.group
+    if group is None:
+        return Algorithm.LOCAL, "one process"
+    if transport is UNDECIDED:
+        return UNDECIDED, "decided by the first call"
+    if transport == "copy_engine":
+        return Algorithm.GATHER, "all GPUs have peer access"
+    if options.layout in DOCUMENT_LAYOUTS:
+        return Algorithm.GATHER, f"layout {options.layout!r}, whose chunks differ in size"
+    split = known_split(group)
+    if split is None:
+        return Algorithm.GATHER, refusal_of(group) or "hosts are not known"
+    if split.num_hosts == 1 or split.num_gpus == 1:
+        return Algorithm.GATHER, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
+    if shape.num_heads % split.num_gpus:
+        return Algorithm.GATHER, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
+    return Algorithm.BY_HOST, str(split)
+
+
+def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
+    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
+    if layout in DOCUMENT_LAYOUTS:
+        raise NotImplementedError(
+            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
+            "chunks differ in size; use transport='auto', or layout='zigzag'."
+        )
+    if split is not None:
+        check_heads(num_heads, split.num_gpus, algorithm)
+
+
+def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
+    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
+    if group is None or algorithm not in HEAD_EXCHANGES:
+        return None
+    return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
 
 
 @dataclass(frozen=True)
@@ -117,7 +270,7 @@ class CallPlan:
         plan = self._decide(shape) if self.algorithm is UNDECIDED else self
         if plan.algorithm in HEAD_EXCHANGES:
             return plan._open_ulysses(shape, call)
-        return plan._open_ring(plan._open_channel(), shape, call)
+        return plan._open_ring(plan._open_transport(), shape, call)
 
     def between_hosts(self, shape: CallShape) -> tuple[CallPlan, CallShape] | None:
         """Return the plan and the shape of attention between hosts.
@@ -160,92 +313,33 @@ class CallPlan:
         check_heads(shape.num_heads, split.num_gpus, self.algorithm)  # `plan_call` cannot check them without the hosts
         rail, shape = self._between(split, shape)
         if split.num_gpus == 1:
-            return rail._open_ring(rail._open_channel(), shape, call)
+            return rail._open_ring(rail._open_transport(), shape, call)
         areas = open_exchange_areas(group, split, shape.device)
-        channel, members = rail._open_channel(), split.host_of(group.rank())
-        counted = whole_transport(areas if channel is None else channel)
-        attention = rail._open_ring(channel, shape, call)
+        transport, members = rail._open_transport(), split.host_of(group.rank())
+        counted = whole_transport(areas if transport is None else transport)
+        attention = rail._open_ring(transport, shape, call)
         return Ulysses(attention, areas, members, counted, self.options.layout, call)
 
-    def _open_channel(self) -> Transport | None:
+    def _open_transport(self) -> Transport | None:
         """Open the transport of the ring, once per call: its messages are counted for `TrackedCall`."""
         group = self.options.group
         return None if group is None or self.transport is None else open_transport(self.transport, group)
 
-    def _open_ring(self, channel: Transport | None, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather:
+    def _open_ring(
+        self, transport: Transport | None, shape: CallShape, call: CallNumber
+    ) -> LocalAttention | HeadGather:
         """Return the algorithm over an open transport, between `members` only; None for a single process."""
-        if isinstance(channel, PointToPoint) and self.members:
-            channel = channel.among(self.members)
+        if isinstance(transport, PointToPoint) and self.members:
+            transport = transport.among(self.members)
         options = self.options
         kernel_options = self.impl, options.scale, options.deterministic
-        if channel is not None:
-            areas = open_gather_areas(channel, shape.device) if isinstance(channel, PointToPoint) else channel
+        if transport is not None:
+            areas = open_gather_areas(transport, shape.device) if isinstance(transport, PointToPoint) else transport
             rounded = self.keys_per_line > 1
             return HeadGather(self.key_blocks(shape), areas, *kernel_options, call, rounded)
         own = schedule.plan_own_keys(self.mask, options.layout)
         cuda_graphs.keep_if_captured(own, shape.device)
         return LocalAttention(own, *kernel_options)
-
-
-plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
-_MAX_PLANS = 32
-_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
-
-
-def cached_plan(call: CallInputs) -> CallPlan | None:
-    """Return the plan of an earlier equal call on GPUs over several ranks; None if there is none.
-
-    If there is one, kernels can read these tensors as they are: plans are cached only for such strides and addresses.
-    """
-    key = _key(call)
-    return None if key is None else plan_cache.get(key)
-
-
-def _key(call: CallInputs) -> tuple[Hashable, ...] | None:
-    """Return all that the plan of a call depends on, as a key of `plan_cache`; None if the call is always planned."""
-    q, k, v, cu_seqlens, options, grad_flags = call
-    group = options.group
-    if q.device.type != "cuda" or group is None or isinstance(cu_seqlens, Tensor):
-        return None
-    if cu_seqlens is not None and cuda_graphs.capturing(q.device):  # `plan_call` refuses it
-        return None
-    forms = tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v)])
-    return forms, cu_seqlens, options, grad_flags, known_split(group)
-
-
-def plan_or_reuse(call: CallInputs) -> CallPlan:
-    """Return `plan_call` of tensors that kernels can read, or the plan of an equal call if it is cached."""
-    key, cu_seqlens = _key(call), call.cu_seqlens
-    plan = None if key is None else plan_cache.get(key)
-    if plan is None:
-        plan = plan_call(call)
-        if key is not None and UNDECIDED not in (plan.algorithm, plan.transport):
-            for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
-                del plan_cache[old]  # its group has been destroyed
-            alike = [old for old in plan_cache if (old[1] is None) == (cu_seqlens is None)]
-            if len(alike) == (_MAX_PLANS if cu_seqlens is None else _MAX_DOCUMENT_PLANS):
-                del plan_cache[alike[0]]
-            plan_cache[key] = plan
-    return plan
-
-
-def plan_call(call: CallInputs) -> CallPlan:
-    """Check a call without communicating.
-
-    Raises:
-        ValueError, NotImplementedError: the rule, the value found, and the remedy.
-    """
-    q, k, v, cu_seqlens, options, _ = call
-    if cu_seqlens is not None and cuda_graphs.capturing(q.device):
-        raise NotImplementedError(
-            "cu_seqlens must be None while a CUDA graph is captured, got documents: every replay would use the bounds "
-            "of the capture, whatever the batch; capture without attention, or call steps with documents eagerly."
-        )
-    mask = check_call(call)
-    impl, reason = _choose_impl(options.impl, q, k, v)
-    check_backward(impl, q.shape[-1], options.deterministic)
-    algorithm, transport, why = _choose_algorithm(options, CallShape.of(q, k, v))
-    return CallPlan(mask, impl, reason, algorithm, transport, options, transport_reason=why)
 
 
 def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, object]:
@@ -275,82 +369,3 @@ def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "deterministic": options.deterministic,
         "hosts": str(split_of(plan.algorithm, options.group)),
     }
-
-
-def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
-    """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
-    if group is None or algorithm not in HEAD_EXCHANGES:
-        return None
-    return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
-
-
-def _choose_algorithm(
-    options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str | Undecided | None, str]:
-    """Return the algorithm and the transport that the argument `transport` selects, and why.
-
-    Raises:
-        ValueError: unknown name, or heads that cannot be divided.
-        NotImplementedError: the group, the device or the layout does not support it.
-    """
-    name, group = options.transport, options.group
-    if name not in ("auto", *TRANSPORTS, *HEAD_EXCHANGES):
-        raise ValueError(
-            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, HEAD_EXCHANGES))}, got {name!r}; "
-            "'auto' takes what the GPUs' links allow."
-        )
-    exchanges = name in HEAD_EXCHANGES
-    messages = message_transport(shape.device)
-    transport = choose_transport(messages if exchanges else name, group, shape.device)
-    if exchanges and group is not None:
-        exchange = Algorithm(name)
-        _check_exchange(exchange, split_of(exchange, group), options.layout, shape.num_heads)
-        return exchange, UNDECIDED if (exchange, messages) == (Algorithm.ULYSSES, "nccl") else transport, "asked for"
-    if name == "auto":
-        algorithm, reason = _algorithm_of_auto(transport, options, shape)
-        return algorithm, transport, reason
-    return Algorithm.LOCAL if group is None else Algorithm.GATHER, transport, "asked for"
-
-
-def _algorithm_of_auto(
-    transport: str | Undecided | None, options: CallOptions, shape: CallShape
-) -> tuple[Algorithm | Undecided, str]:
-    """Return the algorithm of "auto" over a transport, and why: BY_HOST over messages if hosts and heads allow it."""
-    group = options.group
-    if group is None:
-        return Algorithm.LOCAL, "one process"
-    if transport is UNDECIDED:
-        return UNDECIDED, "decided by the first call"
-    if transport == "copy_engine":
-        return Algorithm.GATHER, "all GPUs have peer access"
-    if options.layout in DOCUMENT_LAYOUTS:
-        return Algorithm.GATHER, f"layout {options.layout!r}, whose chunks differ in size"
-    split = known_split(group)
-    if split is None:
-        return Algorithm.GATHER, refusal_of(group) or "hosts are not known"
-    if split.num_hosts == 1 or split.num_gpus == 1:
-        return Algorithm.GATHER, f"{split}: heads are exchanged only between several GPUs on each of several hosts"
-    if shape.num_heads % split.num_gpus:
-        return Algorithm.GATHER, f"{split}: {shape.num_heads} query heads cannot be divided by {split.num_gpus}"
-    return Algorithm.BY_HOST, str(split)
-
-
-def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, num_heads: int) -> None:
-    """Raise if heads cannot be exchanged; `CallPlan.open` checks them if the hosts are not known yet."""
-    if layout in DOCUMENT_LAYOUTS:
-        raise NotImplementedError(
-            f"layout must be 'zigzag', 'striped' or 'contiguous' with transport '{algorithm}', got {layout!r}, whose "
-            "chunks differ in size; use transport='auto', or layout='zigzag'."
-        )
-    if split is not None:
-        check_heads(num_heads, split.num_gpus, algorithm)
-
-
-def _choose_impl(impl: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[str, str]:
-    """Return the implementation and the reason for it, after checking that it can take the inputs."""
-    if impl == "auto":
-        return choose_impl(q, k, v)
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}; 'auto' chooses by device and dtype.")
-    implementation(impl, q, k, v)
-    return impl, "asked for"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
 from ringflash.attention.local_attention import LocalAttention
-from ringflash.attention.plan import CallPlan, cached_plan, plan_or_reuse
+from ringflash.attention.plan import CallPlan, plan_of
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
 from ringflash.comm.agreement import TrackedCall
@@ -70,22 +70,15 @@ class RingCall:
         Returns:
             tensors: q, k, v and the others, each copied if kernels cannot read its strides.
         """
-        tensors = call.q, call.k, call.v, *others
-        if self.error is not None:
-            return tensors
-        try:
-            self._plan = cached_plan(call)
-            if self._plan is not None:
-                return call.q, call.k, call.v, *map(make_addressable, others)
-            addressable = tuple(map(make_addressable, tensors))
-            q, k, v, *_ = addressable
-            self._plan = plan_or_reuse(call._replace(q=q, k=k, v=v))
-        except Exception as error:  # an ImportError, say, of a kernel's package on one host
-            if self.group is None:
-                raise
-            self.error = error
-            return tensors
-        return addressable
+        if self.error is None:
+            try:
+                self._plan, call = plan_of(call)
+                others = tuple(map(make_addressable, others))
+            except Exception as error:  # an ImportError, say, of a kernel's package on one host
+                if self.group is None:
+                    raise
+                self.error = error
+        return call.q, call.k, call.v, *others
 
     @property
     def checked_plan(self) -> CallPlan:

@@ -140,7 +140,7 @@ def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: st
         ValueError: the layout cannot divide the sequence evenly.
     """
     shards = _shards(mask, cp_size, layout)
-    seen = [_seen(mask, shard, layout, multiple) for shard in shards]
+    seen = [_visible_keys(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     limits = max(keys.num_rows for keys in seen), _max_returned_rows(segments, seen)
     return _key_block(mask, shards, cp_rank, segments, dict(enumerate(seen)), *limits, whole=True)
@@ -163,7 +163,7 @@ def plan_blocks(
     steps = active_steps(mask, cp_size, layout)
     assert sizes[0] == 1 and sum(sizes) == len(steps)
     shards, whole = _shards(mask, cp_size, layout), plan_single_block(mask, cp_size, cp_rank, layout, multiple)
-    seen = [_seen(mask, shard, layout, multiple) for shard in shards]
+    seen = [_visible_keys(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
     owned: list[list[Chunk]] = [[] for _ in shards]
     for owner, segment in segments:
@@ -215,7 +215,7 @@ def _key_block(
     return KeyBlock(tuple(gathered), visible, own, readers, capacity, returned_rows, pairs)
 
 
-def _seen(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
+def _visible_keys(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
     """Return the keys that a shard sees, in multiples of `multiple`, and of a 64th of a chunk if chunks are equal."""
     size = shard[0].size
     grain = 1 if layout in DOCUMENT_LAYOUTS else max(1, size // 64)  # few sizes of segments, and none of a few rows

@@ -22,6 +22,7 @@ from ringflash_kernels.api import state_dtype
 GIB, MIB = 1 << 30, 1 << 20
 MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
+_MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys: a smaller call has one section, if that has so few pairs
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
 MAX_BLOCK_STEPS = 8  # over NCCL, most ranks whose keys are one block. Beyond, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
@@ -71,29 +72,33 @@ class GatherSizes(NamedTuple):
         return cls(kv, num_heads, keys, returned, blocks[0].pairs, dtype)
 
 
-def choose_sections(sizes: GatherSizes, num_blocks: int = 1) -> Sections:
+def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Undecided | None = None) -> Sections:
     """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
 
     Args:
         num_blocks: blocks of the call; in several, sections have the heads that memory allows.
+        transport: "nccl" or another.
     """
     (batch, rows, num_kv_heads, head_dim), num_heads, keys, _, _, dtype = sizes
     sharing = num_heads // num_kv_heads  # query heads that share a KV head
     if num_blocks > 1:
         return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
     min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
+    hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     if min_heads >= num_kv_heads:
-        return Sections((num_kv_heads,), (num_kv_heads,))
+        too_small = num_kv_heads == 1 or batch * num_heads * rows * keys < _MIN_HALVED_WORK
+        if too_small or (transport == "nccl" and hidden_pulls < 2):  # in MHA many sections, whose messages take SMs
+            return Sections((num_kv_heads,), (num_kv_heads,))
+        min_heads = -(-num_kv_heads // 2)
     head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
     max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
-    hiding = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
-    exposed = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
-    forward = _forward_sections(num_kv_heads, hiding, max_heads, exposed)
+    exposed_share = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
+    forward = _forward_sections(num_kv_heads, hidden_pulls, max_heads, exposed_share)
     if not is_long:
         return Sections(forward, _equal_parts(num_kv_heads, min_heads))
     max_heads = max(min_heads, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
-    return Sections(forward, _backward_sections(num_kv_heads, hiding, max_heads))
+    return Sections(forward, _backward_sections(num_kv_heads, hidden_pulls, max_heads))
 
 
 def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided | None) -> tuple[int, ...]:
@@ -114,8 +119,8 @@ def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided
     work = batch * sizes.num_heads * sizes.pairs * head_dim
     single_head, many_messages = num_kv_heads == 1, transport == "nccl" and num_steps > MAX_BLOCK_STEPS
     too_large = gather_bytes(sizes) > MAX_GATHER_BYTES
-    worth = too_large or ((single_head or many_messages) and work >= 4 * MIN_UNIT_WORK)
-    if num_steps == 1 or not worth:
+    worth_cutting = too_large or ((single_head or many_messages) and work >= 4 * MIN_UNIT_WORK)
+    if num_steps == 1 or not worth_cutting:
         return (num_steps,)
     heads = _block_heads(sizes)
     shard_bytes = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize  # gradients of one distance
@@ -211,7 +216,7 @@ def return_batches(num_sections: int, num_buffers: int) -> list[tuple[int, ...]]
 def gather_bytes(sizes: GatherSizes) -> int:
     """Return the most bytes of buffers that any rank needs over NCCL, in addition to its own K/V."""
     (batch, _, num_kv_heads, head_dim), keys, dtype = sizes.kv, sizes.keys, sizes.dtype
-    sections = choose_sections(sizes)
+    sections = choose_sections(sizes, 1, "nccl")
     kv = num_kv_heads if fits_unbuffered(sizes) else sum(shared_buffer_sizes(sections, NcclGather.num_buffers))
     num_buffers = choose_num_gradient_buffers(sizes, sections.backward)
     gradients = sum(buffer_sizes(sections.backward, num_buffers)) * keys + max(sections.backward) * sizes.returned_rows
@@ -220,36 +225,37 @@ def gather_bytes(sizes: GatherSizes) -> int:
 
 
 @lru_cache(maxsize=64)
-def _forward_sections(num_heads: int, hiding: float, max_heads: int, exposed: float) -> tuple[int, ...]:
-    """Divide KV heads into few sections, each at most `hiding` times the previous one, whose kernel hides its pull.
+def _forward_sections(num_heads: int, hidden_pulls: float, max_heads: int, exposed_share: float) -> tuple[int, ...]:
+    """Divide KV heads into few sections, each small enough that the kernel of the previous one hides its pull.
 
     Args:
         max_heads: heads of a section, at most.
-        exposed: part of the forward that the first pull may take.
+        hidden_pulls: KV heads whose pull the kernel of one KV head hides.
+        exposed_share: part of the forward that the first pull may take.
     """
     for count in range(2, 5):
-        first = math.ceil(num_heads / sum(hiding**power for power in range(count)))
-        if first <= exposed * num_heads * hiding:
+        first = math.ceil(num_heads / sum(hidden_pulls**power for power in range(count)))
+        if first <= exposed_share * num_heads * hidden_pulls:
             break
     heads: list[int] = []
     following = first
     while sum(heads) < num_heads:
         heads.append(min(following, max_heads, num_heads - sum(heads)))
-        following = math.floor(heads[-1] * hiding)
+        following = math.floor(heads[-1] * hidden_pulls)
     return tuple(heads)
 
 
-def _backward_sections(num_heads: int, hiding: float, max_heads: int) -> tuple[int, ...]:
+def _backward_sections(num_heads: int, hidden_pulls: float, max_heads: int) -> tuple[int, ...]:
     """Divide KV heads for a backward: a small first section, and shrinking last ones that hide the previous return.
 
     Args: as `_forward_sections`.
     """
     first = math.ceil(min(num_heads / 16, max_heads))
     last = [first][: num_heads - first]
-    grown = math.floor(first * hiding * _RETURN_SHARE)
+    grown = math.floor(first * hidden_pulls * _RETURN_SHARE)
     while last and last[0] < grown < max_heads and first + sum(last) + grown <= num_heads:
         last.insert(0, grown)
-        grown = math.floor(grown * hiding * _RETURN_SHARE)
+        grown = math.floor(grown * hidden_pulls * _RETURN_SHARE)
     return first, *_equal_parts(num_heads - first - sum(last), max_heads), *last
 
 

@@ -42,7 +42,7 @@ def visible_regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tup
             for seen in mask.regions_of(document, q.start, q.stop):
                 first = max(0, bisect_right(starts, seen.k_start) - 1)
                 for k in k_shard[first : bisect_left(starts, seen.k_stop)]:
-                    trimmed = _in_rows(seen, q, k).trimmed()
+                    trimmed = _cut_to_chunks(seen, q, k).trimmed()
                     if trimmed is not None:
                         yield trimmed
 
@@ -85,7 +85,7 @@ def _union(a: Region, b: Region) -> Region | None:
     return None
 
 
-def _in_rows(seen: Region, q: Chunk, k: Chunk) -> Region:
+def _cut_to_chunks(seen: Region, q: Chunk, k: Chunk) -> Region:
     """Return the part of a region that is in two chunks, in local rows."""
     shift = (k.row - k.start) - (q.row - q.start)  # turns a difference of positions into one of local rows
     return Region(

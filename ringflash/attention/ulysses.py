@@ -70,7 +70,7 @@ class Ulysses:
         attention: attention over this rank's rail, of the rows of the host and a share of the heads.
         areas: memory areas of the ranks of this host.
         members: ranks of this host, as ranks in the group.
-        channel: transport of the rail, or of the host if there is only one.
+        transport: transport of the rail, or of the host if there is only one.
         layout: layout of the rows.
         number: number of the call in the group.
     """
@@ -78,7 +78,7 @@ class Ulysses:
     attention: Attention
     areas: GroupAreas
     members: tuple[int, ...]
-    channel: Transport
+    transport: Transport
     layout: str
     number: CallNumber
 
@@ -117,13 +117,13 @@ class Ulysses:
 
     def num_posted(self) -> int:
         """Barriers and batches of messages that this rank has posted, of all kinds."""
-        return sum(transport.num_posted for transport in {whole_transport(self.areas), self.channel})
+        return sum(x.num_posted for x in {whole_transport(self.areas), self.transport})
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
 
     def _exchange(self, pass_name: str) -> HeadExchange:
-        return HeadExchange(self.areas, self.members, self.channel, self.layout, pass_name, self.number)
+        return HeadExchange(self.areas, self.members, self.transport, self.layout, pass_name, self.number)
 
     def _attention(self, device: torch.device, arrived: Marker) -> Attention:
         """Return attention over the rail. Only kernels of an all-gather by heads wait for queries by themselves."""

@@ -26,8 +26,8 @@ from ringflash.comm import call_numbers
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.communicator import communicator
 from ringflash.comm.group import Group, backend_of, resolve
+from ringflash.comm.timeouts import describe_timeout
 from ringflash.comm.timeouts import timeout as ring_timeout
-from ringflash.comm.timeouts import within
 from ringflash.version import __version__
 
 Policy = Literal["changed", "always", "never"]
@@ -37,7 +37,7 @@ REMEMBERED = 8  # signatures of calls that a group has compared: a model alterna
 TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, short enough to wait for
 READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some hosts longer than others
 
-_ERRORS: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
+_ERROR_TYPES: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
 
 _CPU = torch.device("cpu")
 _ERRORS_IN_CALLS = "errors in calls"  # an entry of each signature
@@ -48,11 +48,11 @@ _policy: Policy = "changed"
 class _Errors(NamedTuple):
     """Errors in calls of a group on this rank: their number, and the place of the last one."""
 
-    times: int = 0
+    num_errors: int = 0
     place: str = ""
 
     def __str__(self) -> str:
-        return f"{self.times}, the last {self.place}" if self.times else "none"
+        return f"{self.num_errors}, the last {self.place}" if self.num_errors else "none"
 
 
 class _Compared(NamedTuple):
@@ -64,7 +64,7 @@ class _Compared(NamedTuple):
 
 
 _compared: WeakKeyDictionary[dist.ProcessGroup, deque[_Compared]] = WeakKeyDictionary()
-_interrupted: WeakKeyDictionary[dist.ProcessGroup, _Errors] = WeakKeyDictionary()
+_errors_of_groups: WeakKeyDictionary[dist.ProcessGroup, _Errors] = WeakKeyDictionary()
 _NO_ERRORS = _Errors()
 
 
@@ -116,7 +116,7 @@ def agree(
         if error is not None:
             raise error
         return 0
-    errors = _interrupted.get(group, _NO_ERRORS)
+    errors = _errors_of_groups.get(group, _NO_ERRORS)
     checksum = _known_checksum(group, signature, errors)
     if device.type == "cpu" or _policy == "always" or error is not None or checksum is None:
         extra = {"call": str(call or f"none, before {call_numbers.next_number(group)}"), "ringflash": __version__}
@@ -124,7 +124,7 @@ def agree(
             content: dict[str, object] = {**signature, _ERRORS_IN_CALLS: str(errors), **extra}
             answers = _exchange_if_different(group, _encode(content, error), timeout)
         except RuntimeError as unanswered:
-            _interrupt(group, "before its first message")  # the others may be in the call
+            _record_error(group, "before its first message")  # the others may be in the call
             if error is not None:
                 raise error from unanswered
             raise
@@ -201,7 +201,7 @@ class TrackedCall:
         if error is not None and self._group is not None:
             call_numbers.end_failed(self._group, self._number)
             posted = self._count() - self._before
-            _interrupt(self._group, f"in call {self._number} after {posted} messages")
+            _record_error(self._group, f"in call {self._number} after {posted} messages")
 
     def count_by(self, count: Callable[[], int]) -> None:
         """Start counting.
@@ -212,9 +212,9 @@ class TrackedCall:
         self._count, self._before = count, count()
 
 
-def _interrupt(group: dist.ProcessGroup, place: str) -> None:
+def _record_error(group: dist.ProcessGroup, place: str) -> None:
     """Record an error, so that the next call of the group is compared."""
-    _interrupted[group] = _Errors(_interrupted.get(group, _NO_ERRORS).times + 1, place)
+    _errors_of_groups[group] = _Errors(_errors_of_groups.get(group, _NO_ERRORS).num_errors + 1, place)
 
 
 def gather(group: dist.ProcessGroup, value: object) -> list:
@@ -230,7 +230,7 @@ def gather(group: dist.ProcessGroup, value: object) -> list:
 def _encode(signature: dict[str, object], error: Exception | None) -> bytes:
     content: dict[str, object] = {"signature": signature}
     if error is not None:
-        kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
+        kind = next((name for name, kind in _ERROR_TYPES.items() if isinstance(error, kind)), "RuntimeError")
         content = {"error": kind, "text": _truncate(str(error))}
     return json.dumps(content).encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES)
 
@@ -259,8 +259,9 @@ def _exchange(group: dist.ProcessGroup, message: bytes, timeout: timedelta | Non
     try:
         _channel(group, limit).allgather([gathered], [mine], options).wait()
     except RuntimeError as cause:
+        after = describe_timeout(limit, begun)
         raise RuntimeError(
-            f"some of the {group.size()} ranks of the group did not join the call{within(limit, begun)} ({cause}); "
+            f"some of the {group.size()} ranks of the group did not join the call{after} ({cause}); "
             "look for a rank that has stopped, or that made another call."
         ) from cause
     return [x.numpy().tobytes() for x in gathered]
@@ -281,7 +282,7 @@ def _compare(messages: list[bytes], error: Exception | None, remedy: str) -> Non
         first = contents[failed[0]]
         if error is not None and _truncate(str(error)) == first["text"]:
             raise error
-        raise _ERRORS[first["error"]](f"{first['text']} (raised on ranks {failed})")
+        raise _ERROR_TYPES[first["error"]](f"{first['text']} (raised on ranks {failed})")
     calls = [content["signature"] for content in contents]
     names = dict.fromkeys(name for call in calls for name in call)
     fields = [name for name in names if len({json.dumps(call.get(name)) for call in calls}) > 1]

@@ -115,7 +115,7 @@ def finish_device() -> None:
     thread.start()
     thread.join(_QUIET_S)
     if thread.is_alive():
-        tell_user("the program has ended; waiting for its ring calls, which the GPU has not finished")
+        tell_user("the program has ended, but its GPU has not finished its ring calls; waiting for them")
         thread.join()
 
 

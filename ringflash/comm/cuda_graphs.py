@@ -38,6 +38,6 @@ def check_growth(name: str, num_bytes: int, device: torch.device) -> None:
     """Raise RuntimeError if a buffer would grow during a capture, which would place it in the graph's private pool."""
     if capturing(device):
         raise RuntimeError(
-            f"buffers must have their size before a CUDA graph is captured, got {name!r} growing to {num_bytes} "
-            "bytes; run the call once before."
+            f"buffers must have their full size before a CUDA graph is captured, but {name!r} would grow to "
+            f"{num_bytes} bytes; run the same call once before the capture."
         )

@@ -210,8 +210,8 @@ def driver() -> Driver | None:
         return Driver()
     except Exception as error:  # of the loader, of triton or of the compiler
         warnings.warn(
-            "calls are issued by Python, with equal results but more host time: the function in C needs a C compiler "
-            f"and a driver of CUDA 12.4 or later, got {type(error).__name__}: {error}.",
+            "Python issues the work of calls, with equal results but more host time: the C function for it needs a C "
+            f"compiler and a driver for CUDA 12.4 or later, got {type(error).__name__}: {error}.",
             stacklevel=2,
         )
         return None

@@ -65,7 +65,7 @@ def _warn_before_start() -> None:
     size = int(os.environ.get("WORLD_SIZE") or "1")
     if size > 1 and not dist.is_initialized():
         warnings.warn(
-            f"group is None in one of {size} processes, before torch.distributed.init_process_group: each attends only "
+            f"group is None, and this process, one of {size}, has not called init_process_group yet: it attends only "
             "to its own tokens. If these are a shard, read dist.group.WORLD after init_process_group.",
             stacklevel=4,
         )

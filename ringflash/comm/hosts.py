@@ -47,7 +47,7 @@ def split_hosts(hosts: list[str]) -> HostSplit:
     if len(runs) > len(set(hosts)) or len(set(runs)) > 1:
         raise NotImplementedError(
             "all hosts of the group must have the same number of ranks, numbered host by host, to exchange heads "
-            f"inside hosts, got runs of {runs} ranks on {len(set(hosts))} hosts; start the same number of processes on "
-            "each host, or use transport='nccl'."
+            f"inside hosts, got {runs} consecutive ranks on {len(set(hosts))} hosts; start the same number of "
+            "processes on each host, or use transport='nccl'."
         )
     return HostSplit(len(runs), runs[0])

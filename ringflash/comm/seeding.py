@@ -32,9 +32,7 @@ def seeded_by_rank(group: dist.ProcessGroup | None, device: torch.device) -> Ite
     if group is None:
         yield
         return
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index])
+    generators = generators_of(device)
     before = [x.get_state() for x in generators]
     seed = int(torch.randint(1 << 62, (), device="cpu"))
     after = [torch.default_generator.get_state(), *before[1:]]
@@ -47,3 +45,9 @@ def seeded_by_rank(group: dist.ProcessGroup | None, device: torch.device) -> Ite
         drawn = any(not torch.equal(x.get_state(), y) for x, y in zip(generators, fresh, strict=True))
         for generator, state in zip(generators, after if drawn else before, strict=True):
             generator.set_state(state)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the generators of random numbers for work on a device: those of the CPU and of the device."""
+    on_gpu = [torch.cuda.default_generators[device.index]] if device.type == "cuda" else []
+    return [torch.default_generator, *on_gpu]

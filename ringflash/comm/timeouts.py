@@ -42,7 +42,7 @@ def timeout(group: dist.ProcessGroup | None = None) -> timedelta:
     return _set or max([DEFAULT_TIMEOUT, *_own_timeouts(group)])
 
 
-def within(limit: timedelta | None, begun: float) -> str:
+def describe_timeout(limit: timedelta | None, begun: float) -> str:
     """Return " within 600 s" for an error if that time has passed since `begun`, and "" for a peer lost earlier.
 
     Args:

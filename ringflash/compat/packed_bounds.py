@@ -75,8 +75,8 @@ def whole_bounds(cu_seqlens_q: Tensor, given: tuple[Any, ...]) -> tuple[Tensor |
         if not wrong:
             return prepared.bounds, None
     return None, ValueError(
-        f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash was given or returned, got "
-        "a copy, a tensor that was written to, or another; pass on the same."
+        f"{', '.join(wrong)} must be what llama3_flash_attn_prepare_cu_seqlens of ringflash took or returned, got "
+        "another value, a copy, or a tensor that was written to since; pass on the same objects."
     )
 
 

@@ -262,14 +262,14 @@ def _find_layer_error(
     error = find_static_error(module, query, key, dropout, window, causal, named)
     if error is None and (len(query) != 1 or not causal or not DATA_PARAMS):
         return ValueError(
-            "query must be one row of packed documents under a causal mask, which update_ring_flash_attn_params "
-            f"was given, got {len(query)} rows, causal={causal} and {'its' if DATA_PARAMS else 'no'} documents; "
-            "call it with the cu_seqlens of each batch."
+            f"query must be one row of packed documents under a causal mask, got {len(query)} rows, causal={causal}, "
+            f"and {'the' if DATA_PARAMS else 'no'} documents of update_ring_flash_attn_params; call this function with "
+            "the cu_seqlens of each batch."
         )
     if error is None and getattr(module, "layer_idx", 0) == 0 and _restart(named.get("position_ids")):
         return ValueError(
-            "position_ids must be those in the whole sequence or in its documents, got a shard's that begin at 0 in "
-            "a document that other ranks have begun, as a model counts them itself; pass this rank's part of them."
+            "position_ids must count from the start of the sequence or of its documents, got positions that begin at "
+            "0 in the middle of a document, as a model counts a shard; pass this rank's part of the global positions."
         )
     return error
 
@@ -378,5 +378,5 @@ def _stride_error(heads_k_stride: int, k: Tensor) -> Exception | None:
         return None
     return ValueError(
         f"heads_k_stride must divide num_kv_heads of k (total_tokens, num_kv_heads, head_dim), got {heads_k_stride} "
-        f"for {tuple(k.shape)}; 1 always does."
+        f"for {tuple(k.shape)}; 1 divides every number."
     )

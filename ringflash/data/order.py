@@ -24,10 +24,23 @@ class SampleOrder(Sampler[int]):
     Args:
         num_sequences: number of sequences in an epoch.
         seed: seed of the shuffling; equal on all ranks.
+        dp_rank, dp_size: data rank (index of its ring), and number of rings.
         first: number of samples that all ranks together have consumed.
+    Raises:
+        ValueError: no sequences, a rank outside [0, dp_size), or first below 0.
     """
 
     def __init__(self, num_sequences: int, *, seed: int, dp_rank: int, dp_size: int, first: int) -> None:
+        if num_sequences < 1 or first < 0:
+            raise ValueError(
+                f"num_sequences must be 1 or more and first 0 or more, got {num_sequences} and {first}; prepare more "
+                "text, and count samples from 0."
+            )
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(
+                f"dp_rank must be in [0, {dp_size}), got {dp_rank}: ranks would train on the same samples; pass the "
+                "index of the ring, not the rank in the job."
+            )
         self.num_sequences, self.seed, self.step = num_sequences, seed, dp_size
         self.next = first + dp_rank
 
@@ -52,7 +65,7 @@ def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
     """
     mantissas, exponents = torch.frexp(lengths.double())  # exact, and so equal on every machine
     by_length = documents[torch.argsort(exponents + (16 * mantissas).floor() / 16, stable=True)]
-    quantiles = torch.arange(len(documents), dtype=torch.float64) * ((math.sqrt(5) - 1) / 2) % 1
+    quantiles = torch.arange(len(documents), dtype=torch.float64, device="cpu") * ((math.sqrt(5) - 1) / 2) % 1
     mixed = torch.empty_like(documents)
     mixed[torch.argsort(quantiles)] = by_length
     return mixed
@@ -61,4 +74,5 @@ def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
 def shuffled(count: int, name: str) -> Tensor:
     """Return a permutation of range(count) that depends only on `name`: (count,), int64; equal on every machine."""
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()  # torch uses 32 bits of a seed
-    return torch.randperm(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.randperm(count, generator=generator, device="cpu")  # whatever torch's default device is

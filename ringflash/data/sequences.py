@@ -50,8 +50,8 @@ class TokenSequences(Dataset[Batch]):
         check_seqlen(seqlen, cp_size, layout)
         if layout == "documents":
             raise ValueError(
-                "layout must not be 'documents' for packed token files, got it: their documents have any length; take "
-                "'balanced', or 'zigzag'."
+                "layout must not be 'documents' for packed token files, whose documents have any length; take "
+                "'balanced' or 'zigzag'."
             )
         if not len(documents):
             raise ValueError("documents must not be empty, got none; prepare more text.")
@@ -123,8 +123,8 @@ def split(num_documents: int, held_out_percent: float, seed: int) -> tuple[Tenso
     count = int(-(-num_documents * held_out_percent // 100))
     if count >= num_documents:
         raise ValueError(
-            f"documents must be more than the {count} that held_out_percent {held_out_percent} holds out, got "
-            f"{num_documents}; prepare more, a long text as several, or hold out less."
+            f"token files must have more than {count} documents, which held_out_percent {held_out_percent} holds out, "
+            f"got {num_documents}; prepare more, cut a long text into several documents, or hold out fewer."
         )
     held_out, trained = order[:count], order[count:].sort().values
     return trained[shuffled(len(trained), f"{seed}/documents")], held_out

@@ -121,10 +121,10 @@ def _separate_backwards(engine: Any) -> None:
             return
         if engine.micro_steps == step_of_last:
             raise ValueError(
-                "the last batch of a step must have one backward at ZeRO stages 1 and 2, got another before "
+                "at ZeRO stages 1 and 2 the last batch of a step must have one backward, got a second one before "
                 "engine.step, whose gradients would replace those of the first; set "
-                '"managed_gradient_accumulation": false in the config (at stage 1 also "overlap_comm": false): every '
-                "engine.step is then one of the optimizer, for all backwards before it."
+                '"managed_gradient_accumulation": false in the config (at stage 1 also "overlap_comm": false). Every '
+                "engine.step is then a step of the optimizer, for all backwards before it."
             )
         step_of_last = engine.micro_steps
 
@@ -148,6 +148,6 @@ def check_engine(engine: Any) -> None:
     if averaged != world_size or engine.sequence_parallel_size != 1:
         raise RuntimeError(
             f"the engine must average gradients over all {world_size} ranks, got {averaged} with "
-            f"sequence_parallel_size {engine.sequence_parallel_size}; use a process in which no engine was given "
-            "an mpu or a mesh."
+            f"sequence_parallel_size {engine.sequence_parallel_size}; start a process in which no earlier "
+            "engine was given an mpu or a mesh."
         )

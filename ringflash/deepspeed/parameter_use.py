@@ -23,7 +23,10 @@ from torch import nn
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_order import CallOrder
 
-_REMEDY = "call every layer on every rank, on no tokens if it has none, or use stage 1 without overlap_comm"
+_REMEDY = (
+    "call every layer on every rank, with an empty input if the rank has no tokens for it, or use stage 1 without "
+    "overlap_comm"
+)
 
 
 def watch_parameters(engine: Any) -> None:

@@ -77,7 +77,7 @@ def parse(config: Mapping[str, Any]) -> DeepSpeedConfig:
         close = [name for key in unknown for name in get_close_matches(key, _known_keys(), n=1)]
         raise ValueError(
             f"config must have keys that DeepSpeed reads, got {', '.join(unknown)}, which it would ignore; correct or "
-            f"remove (close are: {', '.join(close) or 'none'})."
+            f"remove them (similar keys: {', '.join(close) or 'none'})."
         )
     left_open = [name for name in _auto_values(config) if name != "data_types.keep_in_fp32_modules"]
     if left_open:

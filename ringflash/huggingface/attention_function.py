@@ -91,17 +91,16 @@ def set_group(
     if used != NAME:
         can_follow: Any = getattr(model, "_can_set_attn_implementation", lambda: True)
         remedy = "call register() and then from_pretrained or from_config with it"
-        raise ValueError(
-            f"model must be built with attn_implementation={NAME!r}, got {used!r}; "
-            f"{remedy if can_follow() else f'{type(model).__name__} has only its own ones: use another model'}."
-        )
+        if not can_follow():
+            remedy = f"{type(model).__name__} has only implementations of its own: use another model"
+        raise ValueError(f"model must be built with attn_implementation={NAME!r}, got {used!r}; {remedy}.")
     granularity(1, layout)
     options = ModelRing(resolve(group), layout=layout, impl=impl, transport=transport, deterministic=deterministic)
     modules = attention_modules(find_decoder(model))
     if not modules:
         raise ValueError(
             f"model must have attention layers that follow attn_implementation, got none in {type(model).__name__}; "
-            "pass the whole model, or use another one; for one of recurrent layers only, build on ringflash.recurrent."
+            "pass the whole model, or use another one; for recurrent layers only, build a model on ringflash.recurrent."
         )
     base = find_base(model, modules[0])
     check_on_ring(model, base, modules)
@@ -121,8 +120,8 @@ def _check_layout(modules: list[nn.Module], layout: str) -> None:
     for module in modules:
         if layout in DOCUMENT_LAYOUTS and chunk_size(module) is not None:
             raise NotImplementedError(
-                f"layout must not be {layout!r} for layers that attend in chunks, got it for {type(module).__name__}; "
-                "use 'zigzag'."
+                f"layout must not be {layout!r} for layers that attend in chunks ({type(module).__name__}); use "
+                "'zigzag'."
             )
 
 
@@ -166,8 +165,8 @@ def _pass_padding_mask(
     spans = read_spans(mask_function, use_vmap, attention_mask)
     if spans is not None and getattr(config, "model_type", "").startswith("molmo2"):
         raise NotImplementedError(
-            "mm_token_type_ids must not be given to Molmo 2 on a ring, whose images all see one another, got some; "
-            "leave them out for text, or use another model."
+            "mm_token_type_ids must be None for Molmo 2 on a ring, got a tensor: its images all see one another, which "
+            "a ring's masks cannot express; leave them out for text, or use another model."
         )
     return attention_mask if spans is None else spans
 

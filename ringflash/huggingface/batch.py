@@ -149,8 +149,8 @@ def _starts_after_padding(table: Tensor, mask: Tensor) -> Tensor:
     seen = torch.repeat_interleave(both, torch.tensor(documents.bounds, device="cpu").diff())
     if (mask[:, seen.to(mask.device)] == 0).any():
         raise ValueError(
-            "attention_mask must be 1 in bidirectional documents, whose tokens see all of it, got padding; make it a "
-            "document of its own (ringflash.pad_sequence)."
+            "attention_mask must be 1 in bidirectional documents, got padding, which their tokens would see; make the "
+            "padding a separate document (ringflash.pad_sequence)."
         )
     starts = torch.tensor(documents.bounds[:-1], device="cpu")
     parents = torch.tensor(documents.parents or (-1,) * len(both), device="cpu")

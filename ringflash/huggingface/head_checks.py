@@ -12,13 +12,17 @@ from ringflash.huggingface.shard_loss import ShardLoss
 
 
 def forward_of_object(module: nn.Module) -> Any:
-    """Return a forward that was set on a module, without accelerate's wrappers; None for its class's or Liger's."""
+    """Return a forward that was set on a module, without accelerate's wrappers; None for its class's or Liger's.
+
+    Of a head, None also for TRL's forward in fp32, which TRL's fused head does not call: it casts by itself.
+    """
     forward: Any = vars(module).get("forward")
     while isinstance(forward, partial):
         forward = forward.__wrapped__  # type: ignore[attr-defined]
     function = getattr(forward, "__func__", forward)
     of_liger = getattr(function, "__module__", "").startswith("liger_kernel")
-    return None if of_liger or function is type(module).forward else forward
+    of_trl = _name_of(function).endswith("_cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32")
+    return None if of_liger or of_trl or function is type(module).forward else forward
 
 
 def find_loss_error(causal: Any) -> Exception | None:
@@ -34,8 +38,8 @@ def find_loss_error(causal: Any) -> Exception | None:
     if compute in known and (not replaced or _is_cross_entropy(compute, part)):
         return None
     return NotImplementedError(
-        "loss_function must be transformers' own of causal models, which the ring computes without it, got "
-        f"{_name_of(replaced[0] if replaced else compute)}; leave it out, or compute the loss from ringflash.log_probs."
+        "loss_function must be transformers' own for causal models, because a ring computes the loss without it, got "
+        f"{_name_of(replaced[0] if replaced else compute)}; remove it, or compute the loss from ringflash.log_probs."
     )
 
 
@@ -70,8 +74,8 @@ def find_bypassed_error(causal: nn.Module) -> Exception | None:
     if found is None:
         return None
     return NotImplementedError(
-        f"{type(causal).__name__} must have no forward or hooks of its own in CausalLMWithLoss, which calls "
-        f"the decoder only, got {found}, which would not be called; leave it out, or put it on the CausalLMWithLoss."
+        f"{type(causal).__name__} must have no forward or hook of its own in a CausalLMWithLoss, got {found}: only the "
+        "decoder in it is called. Remove it, or put it on the CausalLMWithLoss."
     )
 
 

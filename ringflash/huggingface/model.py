@@ -146,7 +146,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
             loss: the loss is computed here, and not by the caller.
         """
         causal = without_peft(self.model)
-        inputs = _notes_of(causal)
+        inputs = _forward_inputs_of(causal)
         if inputs is not None and inputs.takes_whole_batches:  # inside the model's own forward
             return
         error = find_bypassed_error(causal)
@@ -163,7 +163,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
 
         An error is noted there, for the first layer to raise on every rank. A model without a ring raises it here.
         """
-        inputs = _notes_of(causal)
+        inputs = _forward_inputs_of(causal)
         ring, error = None if inputs is None else inputs.options.group, None
         try:
             check_adapters(self)  # some may have been added since, also around this module
@@ -182,7 +182,7 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         if (scale := check_head(causal)) != self.logit_scale:
             raise NotImplementedError(
                 f"the scale of the logits must stay {self.logit_scale:g}, got {scale:g} from a configuration that was "
-                "edited since; make the CausalLMWithLoss after that."
+                "edited since; make the CausalLMWithLoss after the edit."
             )
 
     def _check_group(self, ring: dist.ProcessGroup | None) -> None:
@@ -190,12 +190,12 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         ranks = [[] if x is None else dist.get_process_group_ranks(x) for x in (ring, self.group)]
         if ranks[0] != ranks[1]:
             raise ValueError(
-                f"group must be that of set_group, which has given the model {_name(ranks[0])}, got {_name(ranks[1])}; "
-                "call set_group and CausalLMWithLoss with one group."
+                f"group must be the one that set_group gave the model, {_name(ranks[0])}, got {_name(ranks[1])}; call "
+                "set_group and CausalLMWithLoss with one group."
             )
 
 
-def _notes_of(causal: nn.Module) -> Any:
+def _forward_inputs_of(causal: nn.Module) -> Any:
     return next((x for m in causal.modules() if (x := inputs_of(m)) is not None), None)
 
 

@@ -34,4 +34,6 @@ def maxima_of_ranks(group: dist.ProcessGroup | None, found: Tensor, error: Excep
 def raise_on_every_rank(group: dist.ProcessGroup | None, error: Exception | None) -> NoReturn:
     """Raise this rank's error, or without one the error that another rank has sent."""
     agreement.agree(group, {"huggingface": "refused on a rank"}, error)
-    raise error or ValueError("inputs must be right on every rank of the group, got an error on another; see its log.")
+    raise error or ValueError(
+        "inputs must be right on all ranks of the group, got an error on another rank; see its log."
+    )

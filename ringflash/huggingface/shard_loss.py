@@ -80,14 +80,14 @@ def find_labels_error(model: nn.Module, given: dict[str, Any]) -> Exception | No
         )
     if coefficient := getattr(model, "z_loss_coefficient", 0):  # Bamba
         return NotImplementedError(
-            f"z_loss_coefficient must be 0 with labels on a ring, got {coefficient}, of which each rank would add a "
-            "mean over its shard; set it to 0, or compute the loss from the logits."
+            f"z_loss_coefficient must be 0 with labels on a ring, got {coefficient}, with which each rank would add a "
+            "mean over its own shard; set it to 0, or compute the loss from the logits."
         )
     for name in ("shift_labels", "num_items_in_batch"):
         if given.get(name) is None:
             return ValueError(
-                f"{name} must be given with labels on a ring, got none, which transformers would shift and count "
-                "inside each shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use "
+                f"{name} must be given with labels on a ring, got none: transformers would shift and count the labels "
+                "of each shard; pass the batch of prepare_batch with labels=batch['shift_labels'], or use "
                 "CausalLMWithLoss."
             )
     return None

@@ -61,8 +61,8 @@ class LayerSpans(Tensor):
         """Return the error for spans beyond the window of a layer, or a layout that depends on them, or None."""
         if self.use is Use.NONE and layout == "balanced":
             return NotImplementedError(
-                "layout must not be 'balanced' for a model in which only some layers see spans (Gemma 4), got it: the "
-                "layout depends on spans; use 'zigzag'."
+                "layout must not be 'balanced' for a model in which only some layers see spans (Gemma 4), because this "
+                "layout depends on the spans; use 'zigzag'."
             )
         if self.use is not Use.BEYOND_WINDOW or window is None or cu_seqlens is None:
             return None
@@ -72,7 +72,7 @@ class LayerSpans(Tensor):
         if longest <= window:
             return None
         return NotImplementedError(
-            f"spans must not be longer than the window of a layer ({window}) that sees all of a span beyond it, got "
+            f"spans must fit into the window ({window} tokens) of a layer that lets a token see its whole span, got "
             f"{longest} tokens; use a longer window, or a model that limits spans to the window (Gemma 3)."
         )
 
@@ -88,14 +88,14 @@ def read_spans(mask_function: Callable[..., Any], use_vmap: bool, mask: Tensor |
         NotImplementedError: the function has parts other than causality, a window and spans.
     """
     ids: list[Tensor] = []
-    form = _form(mask_function, ids)
+    form = _mask_form(mask_function, ids)
     if not use_vmap and not ids and getattr(mask_function, "__name__", "") in _PLAIN:
         return None
     use = _USES.get(form)
     if use is None:
         raise NotImplementedError(
-            "mask_function must be causal, sliding window or full, also with spans that see themselves, got "
-            f"{_words(form)!r} of the model; leave token_type_ids out if it takes them, or use another "
+            "mask_function must be a causal, sliding-window or full mask, with or without spans, got "
+            f"{_describe_form(form)!r} from the model; leave token_type_ids out if it takes them, or use another "
             "attn_implementation for this model."
         )
     return LayerSpans.of(ids[0], use, mask)
@@ -115,7 +115,7 @@ _USES = {
 }
 
 
-def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
+def _mask_form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
     """Return the form of a mask function: its name, or ("and" or "or", forms of its parts).
 
     Parts for packed documents are left out: transformers finds documents by jumps of positions, which every shard has.
@@ -126,9 +126,9 @@ def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
     name, code = getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
     closure = {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     if name == "remap_positions_for_packed_sequence.<locals>.inner_mask":
-        return _form(closure["mask_function"].cell_contents, ids)
+        return _mask_form(closure["mask_function"].cell_contents, ids)
     if name in ("and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"):
-        parts = [_form(part, ids) for part in closure["mask_functions"].cell_contents]
+        parts = [_mask_form(part, ids) for part in closure["mask_functions"].cell_contents]
         parts = [part for part in parts if part != "packed"]
         if len(parts) == 1:
             return parts[0]
@@ -139,11 +139,12 @@ def _form(function: Callable[..., Any], ids: list[Tensor]) -> Any:
     return _OVERLAYS.get(name, name)
 
 
-def _words(form: Any) -> str:
+def _describe_form(form: Any) -> str:
     """Return a form as text, such as "causal or (window and spans)"."""
     if isinstance(form, str):
         return form.replace(".<locals>", "")
-    return f" {form[0]} ".join(_words(part) if isinstance(part, str) else f"({_words(part)})" for part in form[1:])
+    parts = ((part, _describe_form(part)) for part in form[1:])
+    return f" {form[0]} ".join(text if isinstance(part, str) else f"({text})" for part, text in parts)
 
 
 def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
@@ -159,7 +160,7 @@ def number_spans(model: Any, name: str, types: Tensor) -> Tensor | None:
     make_masks = getattr(model, "create_masks_for_generate", None)
     if make_masks is None or name not in signature(make_masks).parameters:
         raise NotImplementedError(
-            f"{name} must be given only to a model whose mask for generation depends on them, got some for "
+            f"{name} must be given only to a model whose mask for generation depends on them, got a tensor for "
             f"{type(model).__name__}; leave them out for text."
         )
     given = {"attention_mask": None, "cache": None, "position_ids": None, "is_first_iteration": True, name: types}

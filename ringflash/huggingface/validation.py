@@ -216,8 +216,8 @@ def check_without_hooks(module: nn.Module) -> None:
         found = "rotary angles that depend on the length"
     if found is not None:
         raise NotImplementedError(
-            f"{type(module).__name__} must be of a model that needs only its attention on the ring, got one with "
-            f"{found}, which would be those of each shard; call ringflash.huggingface.set_group."
+            f"{type(module).__name__} must belong to a model in which only attention depends on other tokens, got a "
+            f"model with {found}, which would be those of each shard; call ringflash.huggingface.set_group."
         )
 
 
@@ -254,7 +254,7 @@ def _check_window(module: nn.Module, window: int | None, causal: bool) -> None:
     """Raise NotImplementedError unless a layer passes on the window or chunks that its configuration declares."""
     if window is None and _is_windowed(module):
         raise NotImplementedError(
-            "sliding_window must reach the attention of a sliding layer, got None; unset the configuration's."
+            "sliding_window must reach the attention of a sliding layer, got None; make the configuration's None, too."
         )
     if window is not None and window != (declared := _declared_window(module, window)):
         raise NotImplementedError(
@@ -282,8 +282,8 @@ def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
 def _check_padding(is_token: Tensor | None, causal: bool) -> None:
     if is_token is not None and not causal:
         raise NotImplementedError(
-            "attention_mask must not be given to prepare_batch for full attention, which would see the padding, got "
-            "one; make padding a separate document (ringflash.pad_sequence with cu_seqlens)."
+            "attention_mask must be None in prepare_batch for full attention, got a mask: queries would see the "
+            "padding; make padding a separate document (ringflash.pad_sequence with cu_seqlens)."
         )
 
 

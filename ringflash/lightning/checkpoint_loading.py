@@ -152,9 +152,9 @@ class _OwnState:
 
     def _refuse_groups(self, found: Sequence[Any], wanted: Sequence[Any]) -> None:
         raise ValueError(
-            f"{self._path} must have the parameter groups of the optimizer, got groups of {[*map(len, found)]} "
-            f"parameters in it and of {[*map(len, wanted)]} here, or others; make the groups in configure_optimizers "
-            "as the run did that wrote it."
+            f"{self._path} must have the parameter groups of this optimizer, got groups of {[*map(len, found)]} "
+            f"parameters in it and of {[*map(len, wanted)]} here (if the numbers are equal, the parameters differ); "
+            "make the groups in configure_optimizers as the run did that wrote the checkpoint."
         )
 
     def place_for(self, name: str, saved: Mapping[str, Shape]) -> dict[str, Any]:

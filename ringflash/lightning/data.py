@@ -182,6 +182,14 @@ def _check_epochs(trainer: lightning.Trainer) -> None:
             )
 
 
+def _accumulated(trainer: lightning.Trainer, epoch: int) -> int:
+    """Return the number of batches per step in an epoch."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            return callback.get_accumulate_grad_batches(epoch)
+    return trainer.accumulate_grad_batches
+
+
 class _Unconsumed(Sampler[int]):
     """Sampler of this data rank's sequences; each iteration starts at the first unconsumed one.
 
@@ -236,6 +244,10 @@ class CountConsumed(lightning.Callback):
                 epochs.epoch_progress.increment_completed()
                 epochs.reset_restart_stage()
 
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Set the epoch's number of batches per step, which Lightning leaves at 1 in an epoch that it resumes."""
+        trainer.accumulate_grad_batches = _accumulated(trainer, trainer.current_epoch)
+
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """Count one sample for every data rank."""
         trainer.datamodule.num_consumed += strategy_of(trainer).dp_size
@@ -253,7 +265,7 @@ class CountConsumed(lightning.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             _check_class(trainer.datamodule, checkpoint)
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        missing = -progress["current"]["ready"] % trainer.accumulate_grad_batches
+        missing = -progress["current"]["ready"] % _accumulated(trainer, checkpoint["epoch"])
         for kind in ("current", "total"):
             progress[kind] = {name: count + missing for name, count in progress[kind].items()}
 
@@ -342,5 +354,5 @@ def open_on_all_ranks(folder: Path, strategy: ContextParallelStrategy, verify: b
             raise_for(folder, files.corrupt_shards(strategy.local_rank, strategy.num_processes))
     assert dist.group.WORLD is not None
     if len(set(gather(dist.group.WORLD, files.header.fingerprint))) > 1:
-        raise ValueError(f"{folder} must hold the same token files on every rank, got others; copy them again.")
+        raise ValueError(f"{folder} must hold the same token files on every rank, got different ones; copy them again.")
     return files

@@ -101,10 +101,10 @@ def warn_of_logs(step: str, local: FirstStep, whole: FirstStep, group: Group) ->
             wrong.append(f"{name!r} (the {reduction} of ranks is {got:.4g}, the sequence's value {want:.4g})")
     if wrong:
         rank_zero_warn(
-            f"values that {step} logs should be those of the whole sequence once they are reduced over the "
-            f"ranks, got others in a trial with random logits: {', '.join(wrong)}. A mean over labels or a mask of a "
-            "shard is not that of the sequence: log what token_loss returns, or a torchmetrics Metric; sync_dist=False "
-            "if a value is meant to be each rank's own."
+            f"values that {step} logs, reduced over the ranks, should be those of the whole sequence, but in a trial "
+            f"with random logits they differ: {', '.join(wrong)}. A mean over the labels or the mask of a shard is not "
+            "that of the sequence: log what token_loss returns, or a torchmetrics Metric. If a value is meant to be "
+            "each rank's own, log it with sync_dist=False."
         )
 
 
@@ -117,7 +117,7 @@ def check_labels(local: FirstStep, whole: FirstStep, group: Group) -> None:
     error = None
     if local.num_tokens != whole.num_tokens:
         error = ValueError(
-            f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} in its calls), got "
+            f"token_loss must be given the labels of the whole sequence ({whole.num_tokens} tokens, by call), got "
             f"{local.num_tokens} over the ring; shift labels before the batch is sharded (ringflash.loss.shift_labels)."
         )
     agree(group, {"first step": len(local.num_tokens)}, error)

@@ -192,8 +192,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
         reduce_fx = reduction_of(args, options)
         if sync_dist is None and reduce_fx == "sum":
             raise ValueError(
-                f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; pass True for what each "
-                "rank has a part of, False for what is equal on all ranks."
+                f"sync_dist must be given with reduce_fx={reduce_fx!r}, got none for {name}; pass True if each "
+                "rank has a part of the sum, False if all ranks have the same value."
             )
         sync_dist = not options.get("rank_zero_only", False) if sync_dist is None else sync_dist
         super().log(name, value, *args, sync_dist=sync_dist, **options)
@@ -214,8 +214,8 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
             return None
         if not self._ringflash_cut:
             raise RuntimeError(
-                "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super()'s "
-                "where you override it, and take batch, not dataloader_iter, in steps."
+                "batches must be cut before a step, got a batch that on_before_batch_transfer has not seen; call "
+                "super()'s method where you override it, and take batch, not dataloader_iter, in steps."
             )
         return resolve(ranks_of(self.trainer).cp_group)
 
@@ -329,8 +329,8 @@ def _check_data(data: lightning.LightningDataModule | None) -> None:
     hook = "on_before_batch_transfer"
     if data is not None and not isinstance(data, SequenceData) and is_overridden(hook, data):
         raise ValueError(
-            f"{hook} must be left to the module, got one in {type(data).__name__}; it would replace the one "
-            "that shards batches: do its work in the module's shard_batch."
+            f"{hook} must be left to the module, got one in {type(data).__name__}, which would replace the module's "
+            "and leave batches whole; do its work in the module's shard_batch."
         )
 
 

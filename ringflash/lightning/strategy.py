@@ -304,9 +304,9 @@ def check_ties(module: nn.Module) -> Iterator[None]:
         for other in others:
             if module.get_parameter(other) is not module.get_parameter(first):
                 raise ValueError(
-                    f"{other} must be in the same unit as {first}, to which it is tied, got another: sharded "
-                    "separately, they would also be trained separately; give both one parent with a forward, which is "
-                    "sharded as a whole, or do not tie them."
+                    f"{other} must be in the same unit as {first}, to which it is tied, got two units, which would "
+                    "shard and train separate copies; put both into one module with a forward, which is sharded as a "
+                    "whole, or do not tie them."
                 )
 
 

@@ -73,8 +73,8 @@ class HostCopies:
         event.synchronize()
         if x._version != version:
             raise RuntimeError(
-                f"inputs of layers must not be changed in place with offload_checkpoints, got one of {tuple(x.shape)} "
-                "that was; let the layer write to a new tensor."
+                "inputs of layers must not be changed in place with offload_checkpoints, got a changed input of shape "
+                f"{tuple(x.shape)}; let the layer write to a new tensor."
             )
 
     def _stream(self, device: torch.device) -> cuda.Stream:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import get_device_states, set_device_states
+
+from ringflash.comm.cuda_graphs import capturing
+from ringflash.comm.seeding import generators_of
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _ROUTED = (  # parameters of the forward of transformers' stacked experts
@@ -42,7 +44,7 @@ def tile_mlps(model: nn.Module, tile_tokens: int, *, checkpointed: bool = False)
         )
     for module in tiled:
         if isinstance(module, _Tiled):
-            raise ValueError(f"MLPs must be tiled once, got {type(module).__name__}; leave the second call out.")
+            raise ValueError(f"MLPs must be tiled only once, got {type(module).__name__}; remove the second call.")
         if _is_gated(module) and any(not isinstance(getattr(module, name), nn.Linear) for name in _PROJECTIONS):
             raise NotImplementedError(
                 f"projections of {type(module).__name__} must be linear layers, got others; set mlp_tile_tokens to 0."
@@ -107,8 +109,8 @@ class _Tiled:
         if self._checkpointed and x.shape[-2] <= self.tile_tokens:
             return self.whole(*inputs)
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
-        first, saved = _SaveInputs.apply(x.new_empty(0, requires_grad=needed), *inputs)
-        return _Tiles.apply(self, saved, first, len(inputs), *inputs, *parameters)
+        run = _run_uncompiled if torch.compiler.is_compiling() and _draws(self) else _run
+        return run(self, needed, inputs, parameters)
 
     def whole(self, *inputs: Tensor) -> Tensor:
         """Return the output without tiling."""
@@ -118,7 +120,7 @@ class _Tiled:
         """Return a result of `whole` that is only used for gradients: the product of a final `down_proj` is skipped."""
         last: Any = getattr(self, "down_proj", None)
         plain = type(last) is nn.Linear and "forward" not in vars(last) and not last._forward_hooks
-        if not (plain and self.ends_with_down_proj) or _draws(self):  # type: ignore[arg-type]
+        if not (plain and self.ends_with_down_proj):
             return self.whole(*inputs)
         found: list[Tensor] = []
 
@@ -134,6 +136,19 @@ class _Tiled:
             del last.forward
         self.ends_with_down_proj = bool(found) and out is found[-1]
         return out if self.ends_with_down_proj else self.whole(*inputs)
+
+
+def _run(module: Any, needed: bool, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
+    """Compute a module tile by tile, so that `needed` gradients can be computed."""
+    first, saved = _SaveInputs.apply(inputs[0].new_empty(0, requires_grad=needed), *inputs)
+    return _Tiles.apply(module, saved, first, len(inputs), *inputs, *parameters)
+
+
+_run_uncompiled = torch.compiler.disable(
+    _run,
+    reason="fullgraph must be False for a tiled MLP with dropout, whose draws a compiled backward could not repeat; "
+    "leave fullgraph out, or set the dropout to 0",
+)
 
 
 class _WithoutProducts(TorchDispatchMode):
@@ -170,7 +185,7 @@ class _SaveInputs(torch.autograd.Function):
 class _Tiles(torch.autograd.Function):
     """Compute a module tile by tile. Parameters are also inputs, so that autograd accumulates their gradients.
 
-    If the module has dropout, such as LoRA's, the backward repeats the random numbers of the forward.
+    If the module draws random numbers, as LoRA's dropout does, the backward draws the same ones.
 
     Numerics: gradients of the parameters are summed over tiles in fp32 (fp64 for fp64), and cast once.
     """
@@ -181,8 +196,13 @@ class _Tiles(torch.autograd.Function):
         kind = inputs[0].device.type
         ctx.module, ctx.saved = module, saved
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        ctx.random = (torch.get_rng_state(), *get_device_states(inputs[0])) if _draws(module) else None
-        return torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
+        device = inputs[0].device
+        unknown = torch.compiler.is_compiling() or capturing(device)  # states cannot be read
+        before = None if unknown and not _draws(module) else _states(device)
+        out = torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
+        ctx.random = None if before is None or all(map(torch.equal, before, _states(device))) else before
+        ctx.versions = _versions(tensors[num_inputs:]) if any(ctx.needs_input_grad) else []
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -192,16 +212,22 @@ class _Tiles(torch.autograd.Function):
                 "constants; set mlp_tile_tokens to 0."
             )
         inputs, module = ctx.saved.saved_tensors, ctx.module
+        if _versions(_parameters(module)) != ctx.versions:
+            raise RuntimeError(
+                f"weights of {type(module).__name__} must not change between its forward and its backward, got changed "
+                "ones: gradients would be of other weights than the outputs; step the optimizer after the backward."
+            )
         needed = ctx.needs_input_grad[4:]
         wanted, of_inputs = needed[len(inputs) :], needed[: len(inputs)]
         parameters = [p for p, want in zip(_parameters(module), wanted, strict=True) if want]
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
         parts: list[tuple[Tensor, ...]] = []
-        with _repeat_random(ctx.random, grad.device.type), _without_hooks(parameters):
+        compute = module.graph if ctx.random is None else module.whole
+        with _repeat_random(ctx.random, grad.device), _without_hooks(parameters):
             for tile, (grad_tile,) in zip(_tiles(inputs, module), _tiles((grad,), module), strict=True):
                 leaves = [x.detach().requires_grad_(want) for x, want in zip(tile, of_inputs, strict=True)]
                 with torch.enable_grad(), torch.autocast(*ctx.autocast):
-                    out = module.graph(*leaves)
+                    out = compute(*leaves)
                 asked = [x for x in leaves if x.requires_grad]
                 grads = torch.autograd.grad(out, (*asked, *parameters), grad_tile)
                 parts.append(grads[: len(asked)])
@@ -223,39 +249,58 @@ def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
     return tuple(dict.fromkeys(found[name] for name in sorted(found)))
 
 
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of writes to parameters, as autograd counts them; none while compiling, since it cannot."""
+    return [] if torch.compiler.is_compiling() else [x._version for x in parameters]
+
+
 def _is_flat(x: Tensor | None) -> bool:
     return getattr(x, "_is_flat_param", False)
 
 
 def _draws(mlp: nn.Module) -> bool:
-    """Return True if a dropout is active, as a layer or as a function that a forward calls (Seed-OSS)."""
-    return any(x.training and (x.p > 0 if isinstance(x, _DropoutNd) else _calls_dropout(x)) for x in mlp.modules())
+    """Return True if a forward names what draws random numbers, where no states of generators can be compared."""
+    return any(x.training and (x.p > 0 if isinstance(x, _DropoutNd) else _calls_random(x)) for x in mlp.modules())
 
 
-def _calls_dropout(module: nn.Module) -> bool:
-    """Return True if a forward names a dropout of torch.nn.functional that is no layer of the module."""
-    return any(not isinstance(getattr(module, name, None), nn.Module) for name in _dropouts_named(type(module)))
+def _calls_random(module: nn.Module) -> bool:
+    """Return True if a forward names a function that draws random numbers, and that is no layer of the module."""
+    return any(not isinstance(getattr(module, name, None), nn.Module) for name in _random_names(type(module)))
 
 
 @torch.compiler.assume_constant_result
-def _dropouts_named(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names in the forwards of a class that are dropouts of torch.nn.functional."""
+def _random_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names in the forwards of a class that are dropouts, or operators that draw random numbers."""
     codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)
     names = (name for code in codes if code is not None for name in code.co_names)
-    return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name))
+    return tuple(name for name in names if "dropout" in name and hasattr(nn.functional, name) or _is_random(name))
+
+
+def _is_random(name: str) -> bool:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, x).tags for x in packet.overloads())
+
+
+def _states(device: torch.device) -> list[Tensor]:
+    return [x.get_state() for x in generators_of(device)]
 
 
 @contextmanager
-def _repeat_random(state: tuple[Tensor, list[int], list[Tensor]] | None, kind: str) -> Iterator[None]:
-    """Draw random numbers from a saved state on; the generators keep their state."""
-    if state is None:
+def _repeat_random(states: list[Tensor] | None, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from saved states on; the generators keep their states."""
+    if states is None:
         yield
         return
-    host, devices, states = state
-    with torch.random.fork_rng(devices, device_type=kind):
-        torch.set_rng_state(host)
-        set_device_states(devices, states, device_type=kind)
+    before = _states(device)
+    try:
+        for generator, state in zip(generators_of(device), states, strict=True):
+            generator.set_state(state)
         yield
+    finally:
+        for generator, state in zip(generators_of(device), before, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringflash.recurrent.contiguous_shard import ContiguousShard
-from ringflash.recurrent.messages import states_before
+from ringflash.recurrent.messages import check_call, states_before
 
 
 def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, shard: ContiguousShard) -> Tensor:
@@ -22,7 +22,10 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, shard: 
         width: kernel size, tokens.
     Returns:
         y: as x.
+    Raises:
+        ValueError: on every rank, if tensors, widths or bounds differ between ranks, or the shard is of another length.
     """
+    check_call(shard, x.shape[-1], x, width=width)
     size = width - 1
     parts = [torch.zeros_like(x[..., :1]).expand(-1, -1, size)] * len(shard.pieces)
     if shard.group is not None and size:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -10,9 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ringflash.comm.agreement import raising_together
 from ringflash.comm.transport import Message, PointToPoint, message_transport, open_transport
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import watching
+from ringflash.recurrent.contiguous_shard import ContiguousShard
+from ringflash.sequence.mask import Documents
 
 
 def swap(
@@ -37,6 +41,38 @@ def swap(
         call.mark("for {}", what)
 
 
+@contextmanager
+def agreeing(
+    group: dist.ProcessGroup | None, tensors: Sequence[Tensor], bounds: tuple[int, ...] | None, **others: object
+) -> Iterator[None]:
+    """Prepare a call, then raise ValueError on every rank if a rank has an error or makes another call."""
+    call: dict[str, object] = {
+        "recurrent layer on": [list(x.shape) for x in tensors],
+        "dtype": str(tensors[0].dtype),
+        "cu_seqlens": None if bounds is None else Documents(bounds).digest,
+        **others,
+    }
+    with raising_together(group, call, tensors[0].device):
+        yield
+
+
+@torch.compiler.disable(reason="ranks compare their calls")
+def check_call(shard: ContiguousShard, length: int, *tensors: Tensor, **others: object) -> None:
+    """Raise ValueError on every rank unless the ranks make one call, on as many tokens as the shard was made for.
+
+    Args:
+        length: number of tokens that this rank holds.
+        others: values that all ranks must share.
+    """
+    with agreeing(shard.group, tensors, shard.bounds, **others):
+        if length != (made := shard.pieces[-1][1]):
+            raise ValueError(
+                f"shard must be made for the {length} tokens of a rank, got one for {made}; call ContiguousShard.of "
+                "with the length of each batch."
+            )
+
+
+@torch.compiler.disable(reason="ranks exchange states")
 def states_before(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Return zeros and the tensors of all previous ranks, stacked: (1 + cp_rank, *shape of x), row r + 1 of rank r.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringflash.comm.group import Group, resolve
-from ringflash.recurrent.messages import swap
+from ringflash.recurrent.messages import agreeing, swap
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, chunks
 
 Bounds = tuple[int, ...] | None
@@ -28,6 +28,8 @@ def to_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds: B
         bounds: document bounds (0, ..., seqlen), which the layouts "balanced" and "documents" need.
     Returns:
         shard: as x; rank r holds the positions [r * seqlen_local, (r + 1) * seqlen_local).
+    Raises:
+        ValueError: on every rank, if shapes, layouts or bounds differ between ranks, or if the layout does not fit.
     """
     return _exchange(x, group, layout, bounds, False)
 
@@ -37,13 +39,17 @@ def from_sequence_order(x: Tensor, group: Group, layout: str = "zigzag", bounds:
     return _exchange(x, group, layout, bounds, True)
 
 
+@torch.compiler.disable(reason="ranks exchange tokens")
 def _exchange(x: Tensor, group: Group, layout: str, bounds: Bounds, back: bool) -> Tensor:
     """Bring the tokens of x, (batch, tokens, ...), into the sequence's order, or `back` into the layout's order."""
     group = resolve(group)
-    if group is None or layout == "contiguous":
+    if group is None:
         return x
     bounds = bounds if layout in DOCUMENT_LAYOUTS else None
-    plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, bounds, x.device)
+    with agreeing(group, [x], bounds, layout=layout):
+        plan = _plan(x.shape[1] * group.size(), group.size(), group.rank(), layout, bounds, x.device)
+    if layout == "contiguous":
+        return x
     return cast(Tensor, _Exchange.apply(x, group, plan, back))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, softplus
 
 from ringflash.recurrent.contiguous_shard import ContiguousShard
-from ringflash.recurrent.messages import states_before
+from ringflash.recurrent.messages import check_call, states_before
 
 # Options of the functions below that a shard has, or that belong to its tokens.
 _OF_SHARD = {
@@ -51,11 +51,13 @@ def delta_rule(
     Returns:
         out: as value. Each document starts from an empty state.
     Raises:
+        ValueError: on every rank, if tensors or bounds differ between ranks, or the shard is of another length.
         NotImplementedError: such an option.
     Numerics: states in fp32 (fp64 for fp64). Outputs from an empty state and from S are rounded to the dtype of
         query, and added in fp32.
     Source: Yang et al. 2024, arXiv:2412.06464, equation 10; ranks exchange states as in an associative scan.
     """
+    check_call(shard, key.shape[1], query, key, value, g, beta)
     _check(options)
     inputs = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     pieces = [{name: x[:, a:b] for name, x in inputs.items()} for a, b in shard.pieces]
@@ -110,10 +112,12 @@ def mamba2_scan(
     Returns:
         y: as x. Each document starts from an empty state.
     Raises:
+        ValueError: on every rank, if tensors or bounds differ between ranks, or the shard is of another length.
         NotImplementedError: such an option.
     Numerics: dt and states in fp32 (fp64 for fp64), also where transformers' scan would compute dt in bf16.
     Source: Dao and Gu 2024, arXiv:2405.21060, section 6; ranks exchange states as in an associative scan.
     """
+    check_call(shard, x.shape[1], x, dt, A, B, C)
     _check(options)
     dtype = torch.promote_types(x.dtype, torch.float32)
     dt = dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)
@@ -141,6 +145,6 @@ def _check(options: dict[str, Any]) -> None:
     """Raise NotImplementedError for options of a shard only, or that act on outputs before earlier ranks are added."""
     if given := sorted(name for name, x in options.items() if name in _OF_SHARD and x is not None):
         raise NotImplementedError(
-            f"options must not be of tokens, documents or states, got {', '.join(given)}; give ContiguousShard.of the "
-            "bounds of documents, and multiply the result by a gate."
+            "options must not describe tokens, documents, states or gates, which differ on a shard, got "
+            f"{', '.join(given)}; pass bounds of documents to ContiguousShard.of, and multiply the result by a gate."
         )

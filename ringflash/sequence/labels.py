@@ -20,15 +20,16 @@ def shift_labels(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     """Return the labels of a whole sequence, before sharding: each token's successor, or -100 without one.
 
     Args:
-        tokens: (batch, seqlen), int64.
+        tokens: (batch, seqlen), any integers.
         cu_seqlens: (num_documents + 1,), int32: the last token of a document has no successor, unless the next document
             continues it (`document_table`). A token that sees its successor, in a bidirectional document, has no label.
     Returns:
-        labels: (batch, seqlen), int64.
+        labels: (batch, seqlen), int64; targets in floating point keep their dtype.
     Raises:
         ValueError: documents that branch: the last token of a prompt has a successor in each answer.
     """
-    labels = torch.full_like(tokens, IGNORE_INDEX)
+    kind = tokens.dtype if tokens.is_floating_point() else torch.int64  # bytes have no -100
+    labels = torch.full_like(tokens, IGNORE_INDEX, dtype=kind)
     labels[:, :-1] = tokens[:, 1:]
     if cu_seqlens is not None and cu_seqlens.dim() == 1:
         labels[:, cu_seqlens[1:].long() - 1] = IGNORE_INDEX

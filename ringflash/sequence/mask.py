@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ringflash.sequence.paths import Paths, Run, paths_of, tree_ends
-from ringflash_kernels.mask import Region, band_of
+from ringflash_kernels.mask import Region, band_of, check_window_size
 
 
 class Documents(NamedTuple):
@@ -331,15 +331,6 @@ def _check_global_tokens(cu_seqlens: tuple[int, ...], parents: tuple[int, ...], 
                 f"global_tokens must include all of a document that several continue, got {count} for document "
                 f"{index}, whose path has {tokens} tokens; give its tree {tokens} or more, or none."
             )
-
-
-def check_window_size(window_size: tuple[int, ...]) -> None:
-    """Raise ValueError unless window_size is two integers of at least -1."""
-    if len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
-        raise ValueError(
-            f"window_size must be (left, right), each -1 (unlimited) or more, got {window_size}; "
-            "a window of n tokens up to and including the query is (n - 1, 0)."
-        )
 
 
 @lru_cache(maxsize=8)

@@ -135,7 +135,7 @@ def share_prefixes(sequences: Sequence[Tensor | Sequence[int]], *, min_shared: i
 def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
     """Return the documents, each after its parent."""
     nodes: list[_Node] = []
-    groups = _by_token(ids, range(len(ids)), 0)
+    groups = _group_by_token(ids, range(len(ids)), 0)
     todo = [(group, 0, 0, -1) for group in groups]
     while todo:
         group, start, known, parent = todo.pop()  # its sequences agree up to `known`, and are packed up to `start`
@@ -147,11 +147,11 @@ def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
             start, parent = stop - 1, len(nodes) - 1
         elif ended:
             nodes.append(_Node(ids[ended[0]][start:stop], parent, ended, start))
-        todo += [(part, start, stop, parent) for part in _by_token(ids, longer, stop)]
+        todo += [(part, start, stop, parent) for part in _group_by_token(ids, longer, stop)]
     return nodes
 
 
-def _by_token(ids: list[np.ndarray], members: Sequence[int], position: int) -> list[list[int]]:
+def _group_by_token(ids: list[np.ndarray], members: Sequence[int], position: int) -> list[list[int]]:
     """Divide sequences by their token at a position."""
     groups: dict[int, list[int]] = {}
     for member in members:

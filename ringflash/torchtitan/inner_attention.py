@@ -87,14 +87,14 @@ class RingInnerAttention(Module):
         """Raise NotImplementedError for a call that the ring would not follow: on every rank, since all call alike."""
         if not self._parallelized:
             raise NotImplementedError(
-                "the attention of every layer must be parallelized, by model.parallelize(parallel_dims), got a model "
-                "whose parallelize function left it out and that would not use the ring; parallelize it there."
+                "model.parallelize(parallel_dims) must parallelize the attention of every layer, got a layer that it "
+                "left out, which would not use the ring; parallelize the layer in the model's parallelize function."
             )
         if score_mod is not None or unknown:
             given = sorted(unknown) + ["score_mod"] * (score_mod is not None)
             raise NotImplementedError(
-                f"attention must be called without {' and '.join(given)}, got it from the model; leave "
-                "ringflash.torchtitan.ring_attention out for this model."
+                f"attention must be called without {' and '.join(given)}, which this model passes; leave "
+                "ringflash.torchtitan.ring_attention out for it."
             )
         if not isinstance(mask, RingMask):
             raise NotImplementedError(

@@ -68,17 +68,17 @@ def _validate(config: trainer.Trainer.Config) -> None:
     if balancer not in LAYOUTS:
         raise NotImplementedError(
             f"context_parallel_load_balancer must be 'headtail' or None with ring attention, got {balancer!r}; "
-            "--parallelism.context_parallel_load_balancer headtail."
+            "pass --parallelism.context_parallel_load_balancer headtail."
         )
     if config.parallelism.spmd_backend == "partial_dtensor":
         raise NotImplementedError(
             "spmd_backend must be 'spmd_types' (in torchtitan 0.3 also 'full_dtensor') with ring attention, got "
-            "'partial_dtensor', which does not parallelize attention; --parallelism.spmd_backend spmd_types."
+            "'partial_dtensor', which does not parallelize attention; pass --parallelism.spmd_backend spmd_types."
         )
     if not config.training.disable_cuda_graphs:
         raise NotImplementedError(
             "disable_cuda_graphs must be True with ring attention, got False: a graph would repeat the documents of "
-            "one step; --training.disable_cuda_graphs."
+            "one step; pass --training.disable_cuda_graphs."
         )
     if type(config.activation_checkpoint) is SelectiveAC.Config:
         logger.warning(

@@ -105,12 +105,12 @@ def compare(runs: Runs) -> list[Check]:
     return [
         _weights(runs),
         _inputs(runs),
-        _by_position(LAYERS, runs),
-        _by_position(LOGITS, runs),
-        _by_name(LOSS, runs),
-        _by_position(LOSS_GRADIENT, runs),
-        _by_name(EVALUATION, runs),
-        _by_name(GRADIENTS, runs),
+        _compare_by_position(LAYERS, runs),
+        _compare_by_position(LOGITS, runs),
+        _compare_by_name(LOSS, runs),
+        _compare_by_position(LOSS_GRADIENT, runs),
+        _compare_by_name(EVALUATION, runs),
+        _compare_by_name(GRADIENTS, runs),
         Check(AGREEMENT, 2.0 if runs.got.disagreement else 0.0, runs.got.disagreement),
         _stepped(runs),
     ]
@@ -168,7 +168,7 @@ def _inputs(runs: Runs) -> Check:
     return check
 
 
-def _by_position(name: str, runs: Runs) -> Check:
+def _compare_by_position(name: str, runs: Runs) -> Check:
     """Compare the tensors of one check position by position."""
     got, want, baseline = (ROUNDED[name](seen) for seen in (runs.got, runs.want, runs.baseline))
     names = [key for key in got if key in want and got[key].shape == want[key].shape]
@@ -176,10 +176,10 @@ def _by_position(name: str, runs: Runs) -> Check:
     if name == LOGITS and not names:
         check.note = "computed only for transformers models, whose last hidden state and head are known"
     usual = _usual_error(pair for key in names for pair in _parts(name, runs, baseline[key], want[key]))
-    return _with_ratios(check, runs, names, usual)
+    return _add_ratios(check, runs, names, usual)
 
 
-def _by_name(name: str, runs: Runs) -> Check:
+def _compare_by_name(name: str, runs: Runs) -> Check:
     """Compare scalars or whole tensors; one that is missing at cp=N has failed.
 
     Scalars have the usual relative error of the last layer's output.
@@ -189,10 +189,10 @@ def _by_name(name: str, runs: Runs) -> Check:
     read, names = (ROUNDED[LAYERS], list(runs.want.layers)[-1:]) if name in _SCALARS else (ROUNDED[name], list(want))
     usual = _usual_error((read(runs.baseline)[key], read(runs.want)[key]) for key in names)
     check = Check(name, float("inf") if missing else None, missing)
-    return _with_ratios(check, runs, [key for key in want if key in got], usual)
+    return _add_ratios(check, runs, [key for key in want if key in got], usual)
 
 
-def _with_ratios(check: Check, runs: Runs, names: list[str], usual: float) -> Check:
+def _add_ratios(check: Check, runs: Runs, names: list[str], usual: float) -> Check:
     """Add the errors over budget of the named values, chunk by chunk if they have positions."""
     got, want, baseline = (ROUNDED[check.name](seen) for seen in (runs.got, runs.want, runs.baseline))
     for key in names:
@@ -217,7 +217,7 @@ def _shape(x: Tensor | float) -> tuple[int, ...]:
 
 
 def _stepped(runs: Runs) -> Check:
-    check, apart = _by_name(STEP, runs), runs.got.apart_after
+    check, apart = _compare_by_name(STEP, runs), runs.got.apart_after
     if apart:
         check.failed += [name for name in apart if name not in check.failed]
         check.ratio, check.note = float("inf"), "not equal on all ranks"

@@ -83,14 +83,14 @@ class Session:
         report = Report(self.group.size(), described.replace("torch.", ""))
         got, error = self._try_ring()
         if got is None or error:
-            self._run_cp1(lambda: self._with_cp1(Observation()))  # raises if cp=1 fails as well
+            self._run_cp1(lambda: self._observe_cp1(Observation()))  # raises if cp=1 fails as well
             report.checks = [Check("cp=N run", None, [error])]
             report.first = f"cp={report.cp_size} does not run: {error}"
             report.hint = "cp=1 runs; the message says what a ring needs."
             return report
-        runs = self._run_cp1(lambda: self._with_cp1(got))  # None on other ranks than the first
+        runs = self._run_cp1(lambda: self._observe_cp1(got))  # None on other ranks than the first
         report.checks = self._on_first(lambda: compare(runs) + (check_beside_exact(runs) if self.in_fp8 else []))
-        runs = self._with_more_baselines(report, runs)
+        runs = self._add_baselines(report, runs)
         report.checks += [self._mask_check(), self._layer_mask_check()]
         report.checks += attention_checks(self.group, self.data, set(self.windows) or {None}, s.causal, s.dtype)
         self._explain(report, runs)
@@ -144,22 +144,22 @@ class Session:
             raise RuntimeError(f"the model must be built on every rank, got {error}; call the factory without verify.")
         return seen, error
 
-    def _with_cp1(self, got: Observation) -> Runs:
+    def _observe_cp1(self, got: Observation) -> Runs:
         baseline = self.observe(ring=False)
         want = self.observe(ring=False, wide=True, weights=baseline.weights)
         num_chunks = self.group.size() * chunks_of_rank(self.layout)
         return Runs(got, want, baseline, num_chunks, torch.finfo(self.settings.dtype).eps)
 
-    def _with_more_baselines(self, report: Report, runs: Any) -> Any:
+    def _add_baselines(self, report: Report, runs: Any) -> Any:
         """Add baselines and compare again, as long as the failures of the report may be rounding; return all runs."""
         for seed in range(MOST_BASELINES - 1):
             if self.in_fp8 or not may_be_rounding(report.checks, torch.finfo(self.settings.dtype).eps):
                 break
-            runs = self._run_cp1(partial(self._with_another_baseline, runs, seed))
+            runs = self._run_cp1(partial(self._add_baseline, runs, seed))
             report.checks = self._on_first(partial(compare, runs))
         return runs
 
-    def _with_another_baseline(self, runs: Runs, seed: int) -> Runs:
+    def _add_baseline(self, runs: Runs, seed: int) -> Runs:
         weights = runs.baseline.weights
         with keys_in_pieces(runs.num_chunks):
             seen = self.observe(ring=False, weights=round_again(weights, seed))

@@ -220,7 +220,7 @@ def _config(path: Path, num_layers: int | None) -> Any:
     from transformers import AutoConfig
 
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"target must be a folder with config.json, got {path} without; name the model's own folder.")
+        raise ValueError(f"target must be a folder with config.json, got {path} without it; name the model's folder.")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(
             f"target must be a folder with config.json or 'package.module:factory', got the file {path}; name a "
@@ -284,4 +284,4 @@ def vocab_size_of(module: nn.Module) -> int:
     for child in module.modules():
         if isinstance(child, nn.Embedding):
             return child.num_embeddings
-    raise ValueError(f"the model must have an embedding, got {type(module).__name__} without; verify draws token ids.")
+    raise ValueError(f"the model must have an embedding, got none in {type(module).__name__}; verify draws token ids.")

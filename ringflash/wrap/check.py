@@ -35,16 +35,16 @@ from ringflash.wrap.wrapper import disable_ring, not_compiled, wrapped_state
 RANDOM_SIZES = (16, 256, 256)
 RANDOM_BOUND = 2.0**-6  # at most, of losses whose logits are equal to the bit: sqrt(eps) of bf16 is 0.09
 
-# By the kind of a tensor, what it must be.
 _MIXING = (
-    "only attention may mix tokens, by scaled_dot_product_attention: no shift, convolution, pooling or norm along the "
-    "sequence"
+    "only scaled_dot_product_attention may mix tokens, not a shift, convolution, pooling or norm along the sequence"
 )
+# By the kind of a tensor: the rule, after the name of a layer and "must".
 _RULES = {
-    "inputs": f"be given what it is given in the whole sequence, got {{}}; before it {_MIXING}.",
-    "outputs": f"return what it returns for the whole sequence, got {{}}; in it {_MIXING}.",
-    "results": "return what it returns for the whole sequence on every rank, or parts of which that is the sum, mean, "
-    "maximum or minimum, got {}; gather the tokens that it picks or pools (ringflash.unshard_sequence).",
+    "inputs": f"be given the same values as in a run on the whole sequence, got {{}}; before it {_MIXING}.",
+    "outputs": f"return the same values as in a run on the whole sequence, got {{}}; in it {_MIXING}.",
+    "results": "return on every rank the result for the whole sequence, or a part, so that the sum, mean, maximum or "
+    "minimum of all parts is that result, got {}; gather the tokens that it picks or pools "
+    "(ringflash.unshard_sequence).",
     "logits": f"be given the logits of the whole sequence, got {{}}; before it {_MIXING}.",
     "labels": "be given the labels of the whole sequence, got {}; shift labels before the batch is sharded "
     "(ringflash.loss.shift_labels).",
@@ -74,7 +74,7 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     """Compare as `check_wrapped`; `loss` and `remedy` are the words of the error for losses that differ."""
     state = wrapped_state(module)
     group = state.options.group
-    ring, whole = _both(module, state, run, _Trace(state), _Trace(state))
+    ring, whole = _trace_both(module, state, run, _Trace(state), _Trace(state))
     error = _difference(ring.calls, whole.calls, state.options) or _tensor_difference(ring, whole)
     agree(group, {"check_wrapped": len(ring.calls), "results": len(whole.results)}, error)
     agree(group, {}, _result_difference(ring, whole))
@@ -89,7 +89,7 @@ def check_runs(module: nn.Module, run: Callable[[Group], Any], loss: str, remedy
     losses.name += " with random numbers in place of the logits,"
     for draw in range(len(RANDOM_SIZES)):
         traces = (_Trace(state, random_after=plain, draw=draw) for plain in (ring, whole))
-        ring_drawn, whole_drawn = _both(module, state, run, *traces)
+        ring_drawn, whole_drawn = _trace_both(module, state, run, *traces)
         drawn_losses = gather(group, ring_drawn.loss)
         if whole_drawn.loss is not None and math.isfinite(whole_drawn.loss):
             losses.compare(drawn_losses, whole_drawn.loss, min(bound, RANDOM_BOUND), group)
@@ -119,7 +119,7 @@ class _Losses:
             error = ValueError(f"{self.name} must be a number, got nan for the whole sequence; check labels and mask.")
         elif not fitting:
             error = ValueError(
-                f"{self.name} must be that of the whole sequence ({whole:.6g}), got {mean:.6g}; {self.remedy}."
+                f"{self.name} must equal the loss of the whole sequence ({whole:.6g}), got {mean:.6g}; {self.remedy}."
             )
         agree(group, {}, error)
         self.shares = tuple(fitting)
@@ -221,7 +221,7 @@ class _Trace:
         return (height * torch.sin(2 * math.pi * (phase + features))).view(x.shape).to(x.dtype)
 
 
-def _both(
+def _trace_both(
     module: nn.Module, state: WrappedState, run: Callable[[Group], Any], ring: _Trace, whole: _Trace
 ) -> tuple[_Trace, _Trace]:
     """Trace a run on the ring and one on the whole sequence."""
@@ -293,8 +293,8 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
     """Return the error of the first attention whose q, k, v, causality or scale differ on a shard, or None."""
     if len(local) != len(whole):
         return ValueError(
-            f"attention must be called as often on a shard as on the whole sequence ({len(whole)} times), got "
-            f"{len(local)}; run must call the module once, on shards of the same batch."
+            f"the module must call attention as often for a shard as for the whole sequence ({len(whole)} times), got "
+            f"{len(local)} calls; run must call the module once, on shards of the same batch."
         )
     for got, want in zip(local, whole, strict=True):
         for name, shard, full in zip("qkv", got.tensors, want.tensors, strict=True):
@@ -304,9 +304,9 @@ def _difference(local: list[AttentionCall], whole: list[AttentionCall], options:
                 return error
         if (got.causal, got.scale) != (want.causal, want.scale):
             return ValueError(
-                f"{got.layer} must be given the is_causal and scale that it has in the whole sequence "
-                f"({want.causal}, {want.scale}), got {got.causal}, {got.scale}; "
-                "they must not depend on the length of the shard."
+                f"{got.layer} must call attention with the is_causal ({want.causal}) and scale ({want.scale}) of a run "
+                f"on the whole sequence, got {got.causal} and {got.scale}; do not compute them from the length of the "
+                "shard."
             )
     return None
 
@@ -344,7 +344,7 @@ def _result_difference(ring: _Trace, whole: _Trace) -> ValueError | None:
         stacked = torch.stack(parts)
         reduced = stacked.sum(0), stacked.mean(0), stacked.amax(0), stacked.amin(0)
         if all(_differs(x, want.cpu()) is not None for x in reduced):
-            return ValueError(f"{key[0]} must {_RULES['results'].format(difference or 'others on other ranks')}")
+            return ValueError(f"{key[0]} must {_RULES['results'].format(difference or 'a difference on another rank')}")
     return None
 
 
@@ -368,6 +368,7 @@ def _compare(layer: str, name: str, got: Tensor, want: Tensor) -> ValueError | N
     if (text := _differs(got, want)) is None:
         return None
     return ValueError(
-        f"{layer} must be given the {name} that it has in the whole sequence, got {text}; positions must be global "
-        "(ringflash.local_positions, or SequenceSharding's self.positions(tokens)), and no other layer may mix tokens."
+        f"{layer} must call attention with the {name} of a run on the whole sequence, got {text}; positions must be "
+        "global (ringflash.local_positions, or SequenceSharding's self.positions(tokens)), and no other layer may mix "
+        "tokens."
     )

@@ -159,7 +159,7 @@ class Interception(TorchFunctionMode):
             if self.state.options.group is not None and _DRAWS[kind](*args, **kwargs):
                 return _uncompiled_draw(self._draw, func, args, kwargs)
         elif kind is not None:
-            self._refuse(f"attend by scaled_dot_product_attention, got {kind}; call torch.nn.functional's")
+            self._refuse(f"attend by torch.nn.functional.scaled_dot_product_attention, got {kind}; call that function")
         return func(*args, **kwargs)
 
     def _attend(
@@ -210,16 +210,17 @@ class Interception(TorchFunctionMode):
         """Reject anything but causal or full self-attention over the sequence that the ranks share."""
         shapes = tuple(tuple(x.shape) for x in (query, key, value))
         if mask is not None:
-            self._refuse(f"attend without attn_mask, got one {tuple(mask.shape)}; use is_causal, or RingAttention")
+            self._refuse(f"attend without attn_mask, got a mask {tuple(mask.shape)}; use is_causal, or RingAttention")
         if dropout > 0:
-            self._refuse(f"attend with dropout_p 0, got {dropout}; set the dropout of its attention to 0")
+            self._refuse(f"attend with a dropout_p of 0, got {dropout}; set the dropout of its attention to 0")
         if not all(x.is_floating_point() for x in (query, key, value)):
             self._refuse(f"attend in floating point, got {query.dtype}, {key.dtype}, {value.dtype}; cast them")
         if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
             self._refuse(f"attend on (batch, heads, seqlen, head_dim), got {shapes}; add the missing dimensions")
         if query.shape[2] != key.shape[2]:
             self._refuse(
-                f"attend to itself, got seqlen_q {query.shape[2]}, seqlen_k {key.shape[2]}; no cross-attention"
+                f"attend to its own sequence, got {query.shape[2]} queries and {key.shape[2]} keys; cross-attention "
+                "cannot run on a ring"
             )
         if query.shape[1] != key.shape[1] and not enable_gqa:
             self._refuse(f"attend with as many heads in k as in q, got {shapes}; pass enable_gqa=True")

@@ -83,7 +83,7 @@ def wrap_attention(
         if isinstance(layer, RingAttention):
             layer.group = options.group
     state = WrappedState(options, type(module).__name__)
-    module._ringflash_forwards = _Forwards()  # type: ignore[assignment]
+    module._ringflash_checks = _ForwardChecks()  # type: ignore[assignment]
     for name, layer in list(module.named_modules()):
         if name == "" or _may_call_attention(layer):
             layer._ringflash_state, layer._ringflash_name = state, name  # type: ignore[assignment]
@@ -101,7 +101,7 @@ def wrapped_state(module: nn.Module) -> WrappedState:
     state = getattr(module, "_ringflash_state", None)
     if not isinstance(state, WrappedState):
         raise ValueError(
-            f"module must be wrapped, got {type(module).__name__} as it was; call ringflash.wrap_attention first."
+            f"module must be wrapped, got {type(module).__name__}, which is not; call ringflash.wrap_attention first."
         )
     return state
 
@@ -200,7 +200,8 @@ def _check(name: str, layer: nn.Module, layout: str) -> None:
         )
     if "forward" in vars(layer):
         raise NotImplementedError(
-            f"{name}.forward must be that of its class, got one set on the object; wrap before that is set."
+            f"{name}.forward must be the method of its class, got a function that was set on the object; wrap the "
+            "module before it is set."
         )
     if hasattr(layer, "_ringflash_state"):
         raise ValueError(f"{name} must not be wrapped twice, got a wrapped {type(layer).__name__}; wrap the root once.")
@@ -259,7 +260,7 @@ def _is_on_ring(state: WrappedState) -> bool:
     return not (traced or state.whole or is_generating())
 
 
-class _Forwards:
+class _ForwardChecks:
     """Comparisons of parameters, sequences, buffers and gradients between the ranks, at each forward of a module."""
 
     def __init__(self) -> None:
@@ -298,13 +299,13 @@ def _intercepted(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         state: WrappedState = self._ringflash_state
         compared = name == "forward" and self._ringflash_is_root and _is_on_ring(state)  # steps: by the strategy
         if compared:
-            self._ringflash_forwards.begin(self, state.options, (*args, *kwargs.values()))
+            self._ringflash_checks.begin(self, state.options, (*args, *kwargs.values()))
         with in_step(self) if name in STEPS else nullcontext(), Interception(state, self):
             result = getattr(cls, name)(self, *args, **kwargs)
         if self._ringflash_is_root:
             state.check_called()
         if compared:
-            self._ringflash_forwards.end(self, state.options.group, result)
+            self._ringflash_checks.end(self, state.options.group, result)
         return result
 
     return entry

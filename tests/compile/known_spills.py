@@ -13,6 +13,7 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_keys hd128 bfloat16 band": 4,
         "backward_keys hd128 bfloat16 band store": 4,
         "backward_keys hd128 bfloat16 band store short": 1,
+        "backward_keys hd128 bfloat16 band only dq": 1,
         "backward_keys hd128 bfloat16 band store fp32 out": 4,
         "backward_keys hd128 bfloat16 band deterministic": 1,
         "backward_keys hd128 bfloat16 bounds": 4,

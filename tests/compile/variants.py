@@ -18,11 +18,12 @@ import torch
 from ringflash_kernels.hopper import gather_scatter
 from ringflash_kernels.hopper.backward import host as backward
 from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.forward.tiles import FORWARD_TILES
 from ringflash_kernels.hopper.fp8 import backward as fp8_backward
 from ringflash_kernels.hopper.fp8 import forward as fp8_forward
 from ringflash_kernels.hopper.fp8 import quantise
 from ringflash_kernels.hopper.launcher import Launcher
-from ringflash_kernels.mask import Mask
+from ringflash_kernels.mask import Mask, Region
 from tests.compile.compiler import Launch, Recorder, recorded_launches
 from tests.two_sided.forests import Forest
 from tests.two_sided.kernel_masks import mask_of
@@ -35,6 +36,7 @@ _FOREST = Forest((64, 96, 96), (-1, 0, 0), (False,) * 3)
 _MASKS = {
     "full": Mask.full(_TOKENS, _TOKENS),
     "band": Mask.band(_TOKENS, _TOKENS, causal=True),
+    "bands": Mask.of(_TOKENS, _TOKENS, [Region(0, 128, 0, 128, upper=0), Region(128, _TOKENS, 0, _TOKENS, upper=0)]),
     "bounds": Mask.documents([0, 100, _TOKENS]),
     "ends": mask_of(_FOREST),
     "ends window": mask_of(replace(_FOREST, left=50)),
@@ -62,7 +64,8 @@ def production_launches() -> list[Launch]:
 
 def _forwards(recorder: Recorder, head_dim: int) -> None:
     for mask in _masks(head_dim):
-        _forward(recorder, head_dim, mask)
+        if mask != "bands" or FORWARD_TILES[head_dim].skips:
+            _forward(recorder, head_dim, mask)
     for mask in ("band", "ends"):
         _forward(recorder, head_dim, mask, resume=True)
     for resume in (False, True) if head_dim == 128 else ():
@@ -72,7 +75,7 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
 
 
 def _masks(head_dim: int) -> list[str]:
-    return [*_MASKS] if head_dim == 128 else ["band", "bounds", "ends"]
+    return [*_MASKS] if head_dim == 128 else ["band", "bands", "bounds", "ends"]
 
 
 def _narrow(recorder: Recorder) -> None:
@@ -161,6 +164,7 @@ def _backwards(recorder: Recorder, head_dim: int) -> None:
     _backward(recorder, head_dim, "band", accumulate=False)
     if head_dim == 128:
         _backward(recorder, head_dim, "band", accumulate=False, short=True)
+        _backward(recorder, head_dim, "band", only_dq=True)
     if head_dim in (128, 256):
         _backward(recorder, head_dim, "band", accumulate=False, out_dtype=torch.float32)
     if head_dim == 192:

@@ -145,7 +145,7 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
                 all_to_all.fill(x)
             for all_to_all, positions in zip(exchanges, want, strict=True):
                 all_to_all.transfers[0]()
-                (got,) = all_to_all.arrived()
+                (got,) = all_to_all.received_tensors()
                 assert all(torch.equal(got[0, :, head, 0], positions) for head in range(got.shape[2]))
                 assert all_to_all.to_host or got.untyped_storage().nbytes() == got.nbytes  # no view of a buffer
 
@@ -299,7 +299,7 @@ def test_auto_follows_a_mesh_on_cpus(ctx: Context) -> None:
 def test_hosts_from_names() -> None:
     assert split_hosts(["x", "x", "y", "y", "z", "z"]) == (3, 2)
     assert split_hosts(["x", "y"]) == (2, 1)
-    with pytest.raises(NotImplementedError, match=r"got runs of \[2, 1\] ranks on 2 hosts"):
+    with pytest.raises(NotImplementedError, match=r"got \[2, 1\] consecutive ranks on 2 hosts"):
         split_hosts(["x", "x", "y"])
 
 
@@ -327,7 +327,7 @@ def lose_the_last(ctx: Context) -> None:
     """The last rank dies after its first exchange of heads, while its host and its rail wait for it."""
     ringflash.set_timeout(3)
     if ctx.rank == ctx.size - 1:
-        AllToAll.arrived = lambda *_: os._exit(3)  # type: ignore[method-assign]
+        AllToAll.received_tensors = lambda *_: os._exit(3)  # type: ignore[method-assign]
     ring_check.check(on_hosts(ctx, 2), Case(transport="by_host"))
 
 

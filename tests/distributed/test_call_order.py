@@ -34,7 +34,7 @@ def forgotten() -> Iterator[None]:
     """Calls of earlier tests are not counted, nor in later ones those of a test, which may differ between its ranks."""
     with ExitStack() as stack:
         stack.callback(ringflash.set_agreement_check, "changed")
-        for notes in (registry._open, call_numbers._of_groups, agreement._interrupted, agreement._compared):
+        for notes in (registry._open, call_numbers._of_groups, agreement._errors_of_groups, agreement._compared):
             stack.enter_context(mock.patch.dict(notes, clear=True))  # larger groups of these ranks keep theirs
         yield
 

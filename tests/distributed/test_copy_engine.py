@@ -229,6 +229,22 @@ def test_fewer_columns_are_a_shorter_call() -> None:
     assert by_columns == [(4, 4), (1, 6, 1)]
 
 
+@pytest.mark.parametrize(
+    "rows, num_kv_heads, transport, expected",
+    [
+        (4096, 8, "nccl", ((2, 6), (4, 4))),
+        (2048, 8, "copy_engine", ((8,), (8,))),  # half of the work
+        (4096, 32, "copy_engine", ((5, 6, 8, 10, 3), (16, 16))),
+        (4096, 32, "nccl", ((32,), (32,))),
+    ],
+)
+def test_sections_of_few_pairs(
+    rows: int, num_kv_heads: int, transport: str, expected: tuple[tuple[int, ...], ...]
+) -> None:
+    sizes = sizes_of((1, rows, num_kv_heads, 128), 32, 8192)
+    assert _sections_of(sizes, transport=transport) == expected
+
+
 def test_sections_have_every_head_once() -> None:
     """And no buffer more than it is to hold, but for those whose least section is larger."""
     shapes = itertools.product((1, 3), (10, 10**4, 10**6), range(1, 40), (64, 128))

@@ -118,7 +118,7 @@ def test_a_loss_over_another_group_is_refused(ctx: Context, impl: str, ranks: tu
         huggingface.set_group(model, ctx.group)
     with_loss = huggingface.CausalLMWithLoss(model, None if wrong and impl == "ringflash" else ctx.group)
     batch = huggingface.prepare_batch(tokens(), group=ctx.group)
-    with pytest.raises(ValueError, match="group must be that of set_group, .* with one group"):
+    with pytest.raises(ValueError, match="group must be the one that set_group gave .* with one group"):
         with_loss(**batch)
 
 
@@ -248,8 +248,8 @@ EDITS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
         "LlamaForCausalLM must have no forward or",
     ),
     "hook_backward": ("llama", lambda m: m.register_full_backward_hook(_halve), "got a backward hook, tests.distri"),
-    "forward": ("llama", lambda m: setattr(m, "forward", _halve), "got a forward that was set on the object, which"),
-    "loss": ("llama", lambda m: setattr(m, "loss_function", _halve), "loss_function must be transformers' own of"),
+    "forward": ("llama", lambda m: setattr(m, "forward", _halve), "got a forward that was set on the object: only"),
+    "loss": ("llama", lambda m: setattr(m, "loss_function", _halve), "loss_function must be transformers' own for"),
 }
 
 
@@ -340,7 +340,7 @@ def test_buffers_of_a_copied_model_are_compared(ctx: Context) -> None:
     huggingface.set_group(model, ctx.group)
     copied = deepcopy(model)
     copied.model.norm.register_forward_pre_hook(lambda *_: copied.model.counted.add_(ctx.rank))
-    with pytest.raises(ValueError, match="buffers that a training forward changes must be equal .* of counted; sum"):
+    with pytest.raises(ValueError, match="buffers that a training forward changes must be equal .* of counted; each"):
         copied.train()(**huggingface.prepare_batch(tokens(), group=ctx.group))
 
 

@@ -5,6 +5,7 @@ gloo, 2 and 4 CPU processes, fp64. The recurrences here are loops over tokens.
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -158,9 +159,11 @@ def test_a_forgotten_state_would_be_seen(ctx: Context) -> None:
 def test_options_of_a_shard_are_refused(name: str) -> None:
     """A gate would be applied before the states of previous ranks are added, and states to each document."""
     shard = ContiguousShard.of(LENGTH)
-    with pytest.raises(NotImplementedError, match=f"must not be of tokens, documents or states, got {name}; give"):
+    with pytest.raises(
+        NotImplementedError, match=f"must not describe tokens, documents, states or gates, .*, got {name}; pass"
+    ):
         recurrent.mamba2_scan(loop_scan, **mamba_inputs(1), shard=shard, **{name: drawn(1, seed=1)})
-    with pytest.raises(NotImplementedError, match="got initial_state; give"):
+    with pytest.raises(NotImplementedError, match="got initial_state; pass"):
         recurrent.delta_rule(loop_rule, **delta_inputs(1, False), shard=shard, initial_state=name)
 
 
@@ -169,6 +172,72 @@ def test_bounds_of_a_shard_are_refused(ctx: Context) -> None:
     """They would begin a document with each rank."""
     with pytest.raises(ValueError, match="cu_seqlens must end at the global sequence length .12., got 6"):
         ContiguousShard.of(6, ctx.group, (0, 5, 6))
+
+
+def _conv(x: Tensor, group: Any, bounds: Any, layout: str) -> Tensor:
+    shard = ContiguousShard.of(x.shape[1], group, bounds)
+    return run("conv", {"x": x, "weight": drawn(3, 1, 5, seed=2)}, shard)
+
+
+def _delta(x: Tensor, group: Any, bounds: Any, layout: str) -> Tensor:
+    inputs = {name: y[:, : x.shape[1]] for name, y in delta_inputs(len(x), False).items()}
+    return run("delta", inputs, ContiguousShard.of(x.shape[1], group, bounds))
+
+
+DIFFERENCES = {
+    "x": r"recurrent layer on \[\[1, .*\] \(rank 0\), \[\[2, .*\] \(rank 1\)",
+    "bounds": r"cu_seqlens \(0, 4, 12\) \(rank 0\), \(0, 8, 12\) \(rank 1\)",
+    "layout": r"layout balanced \(rank 0\), contiguous \(rank 1\)",
+}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "differs"),
+    [*itertools.product((_conv, _delta), ("x", "bounds")),
+     *itertools.product((recurrent.to_sequence_order, recurrent.from_sequence_order), DIFFERENCES)],
+)  # fmt: skip
+@on_ranks(2)
+def test_exchanges_that_differ_are_refused(ctx: Context, exchange: Any, differs: str) -> None:
+    """Both ranks raise, also if all messages would have equal sizes."""
+    given = {"x": drawn(1, 6, 3, seed=1), "bounds": (0, 4, 12), "layout": "balanced"}
+    if ctx.rank:
+        given[differs] = {"x": drawn(2, 6, 3, seed=1), "bounds": (0, 8, 12), "layout": "contiguous"}[differs]
+    with pytest.raises(
+        ValueError, match=f"all ranks of the group must make the same call, got .*{DIFFERENCES[differs]}"
+    ):
+        exchange(given["x"], ctx.group, bounds=given["bounds"], layout=given["layout"])
+
+
+@on_ranks(1, 2)
+def test_shards_of_another_length_are_refused(ctx: Context) -> None:
+    """Documents would end elsewhere; one rank's error reaches the other."""
+    shard = ContiguousShard.of(6, ctx.group if ctx.size > 1 else None)
+    length = 8 if ctx.rank == ctx.size - 1 else 6
+    for kind in ("conv", "mamba2", "delta"):
+        inputs = {name: x[:, :1].expand(-1, length, *x.shape[2:]) if x.dim() > 2 and name != "weight" else x
+                  for name, x in inputs_of(kind, 1).items()}  # fmt: skip
+        with pytest.raises(ValueError, match="shard must be made for the 8 tokens of a rank, got one for 6"):
+            run(kind, inputs, shard)
+
+
+@on_ranks(2)
+def test_a_compiled_recurrence_equals_the_eager_one(ctx: Context) -> None:
+    """Exchanges are left out of the graph."""
+    inputs, shard = delta_inputs(1, False), ContiguousShard.of(LENGTH // 2, ctx.group, (0, 5, LENGTH))
+    held = {name: shard_sequence(x, ctx.group, 1) for name, x in inputs.items()}
+
+    def layer(value: Tensor) -> Tensor:
+        value = recurrent.to_sequence_order(value, ctx.group)
+        out = recurrent.delta_rule(loop_rule, **held | {"value": value}, shard=shard)
+        return recurrent.from_sequence_order(out, ctx.group)
+
+    results = []
+    for call in (layer, torch.compile(layer, backend="eager")):
+        value = held["value"].clone().requires_grad_()
+        out = call(value)
+        results.append((out, *torch.autograd.grad(out.square().sum(), value)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:

@@ -57,7 +57,7 @@ def again_after_an_error(ctx: Context, others: tuple[int, int]) -> str:
     except ValueError as problem:
         return str(problem)
     finally:
-        ringflash.comm.agreement._interrupted.clear()
+        ringflash.comm.agreement._errors_of_groups.clear()
     return "accepted"
 
 
@@ -104,11 +104,11 @@ def test_an_error_before_the_first_message_is_noted(ctx: Context) -> None:
     ):
         ringflash.ring_attention(**refusals.good_call(ctx))
     try:
-        times, place = agreement._interrupted[ctx.group]
+        times, place = agreement._errors_of_groups[ctx.group]
         assert times == 1 and re.fullmatch(r"in call \d+ after 0 messages", place)
         assert torch.isfinite(ringflash.ring_attention(**refusals.good_call(ctx))).all()
     finally:
-        agreement._interrupted.clear()
+        agreement._errors_of_groups.clear()
 
 
 @on_ranks(2)

@@ -67,7 +67,7 @@ def test_counted_positions_are_not_shared(ctx: Context) -> None:
     ids = models.tokens(2)
     with (
         mock.patch.object(RingForward, "min_shared", 1),
-        pytest.raises(NotImplementedError, match="share_prefixes must be left out for layers that count positions"),
+        pytest.raises(NotImplementedError, match="share_prefixes must be False for .*, got True: its layers count"),
     ):
         model(input_ids=ids, labels=ids, fused_lm_head=True)
 
@@ -82,10 +82,10 @@ def test_other_labels_and_token_types_are_not_shared() -> None:
     packed = share_rows(read_rows(ids, in_first_row), 1)
     assert packed.labels.tolist() == [[6, 7, 8, -100, 9, -100]]
     assert packed.places.tolist() == [[0, 1, 2, -1], [-1, -1, 4, -1]], "the second row has no value at shared labels"
-    with pytest.raises(ValueError, match="labels must be the next tokens with share_prefixes"):
+    with pytest.raises(ValueError, match="labels must be the next tokens of a row with share_prefixes"):
         share_rows(read_rows(ids, ids), 1)
     types = TokenTypes("token_type_ids", ids, torch.full_like(ids, -1), 0)
-    with pytest.raises(NotImplementedError, match="token_type_ids must not be given with share_prefixes"):
+    with pytest.raises(NotImplementedError, match="token_type_ids must be None with share_prefixes"):
         share_rows(read_rows(ids, shift_rows(ids), types=types), 1)
 
 

@@ -61,12 +61,12 @@ def report_with_more_baselines(ctx: Context, patch: str | None) -> tuple[bool, f
             seen[name] = (want + 0.1 * (seen[name].double() - want)).double()
         return runs
 
-    original = Session._with_cp1
+    original = Session._observe_cp1
     session = Session(plants.right, ctx.group, Settings(SEQLEN, torch.float32, ctx.device))
     with (
         plants.PATCHES[patch]() if patch else nullcontext(),
-        mock.patch.object(Session, "_with_cp1", lucky),
-        mock.patch.object(session, "_with_another_baseline", wraps=session._with_another_baseline) as drawn,
+        mock.patch.object(Session, "_observe_cp1", lucky),
+        mock.patch.object(session, "_add_baseline", wraps=session._add_baseline) as drawn,
     ):
         report = session.run()
     return report.passed, max(check.ratio or 0.0 for check in report.checks), drawn.call_count

@@ -63,7 +63,9 @@ def test_a_rank_that_dies_is_named_by_all_others(ended: dict[tuple[str, int], En
     assert codes == [1, -9, 1], texts
     for rank in (0, 2):
         assert f"rank {rank} has done {GOOD_STEPS} steps" in texts[rank]
-        report = next(line for line in texts[rank].splitlines() if "made no progress" in line and "asking" not in line)
+        report = next(
+            line for line in texts[rank].splitlines() if "made no progress" in line and "; it asks" not in line
+        )
         assert f"ring attention over copy_engine made no progress for {TIMEOUT_S} s: rank 0 has been waiting " in report
         assert report.count(f"s for the gradients of section 0 {BACKWARD};") == 2
         assert "; rank 1 does not answer: it has died, or its host is stuck; " in report
@@ -96,7 +98,7 @@ def test_an_exchange_of_heads_is_watched(ended: dict[tuple[str, int], Ended]) ->
     """Rank 1 dies in its backward; rank 0 waits in vain for the rows of its gradients."""
     codes, texts = ended["dies while heads are exchanged", 1]
     assert codes == [1, -9], texts
-    report = next(line for line in texts[0].splitlines() if "made no progress" in line and "asking" not in line)
+    report = next(line for line in texts[0].splitlines() if "made no progress" in line and "; it asks" not in line)
     assert "ring attention over copy_engine made no progress" in report
     assert re.search(
         r"rank 0 has been waiting \d+ s for rows of the ranks \(0, 1\) of its host in backward call", report

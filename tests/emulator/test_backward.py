@@ -102,9 +102,9 @@ def test_stored_in_fp32(mask, num_heads):
 
 
 @pytest.mark.parametrize("mask", [_CAUSAL, _GAP, MASKS["rectangle inside"]], ids=["band", "gap", "part"])
-@pytest.mark.parametrize("widths", [(192,), (192, 128), (256,), (64,)], ids=str)
+@pytest.mark.parametrize("widths", [(192,), (192, 128), (256,), (64,), (128,)], ids=str)
 def test_only_dq(mask, widths):
-    """Kernels of dQ store the result, if every query is in the hop's rectangle and head_dim is 192."""
+    """At 192 kernels of dQ store the result, if every query is in the hop's rectangle; at 128 tiles are drawn."""
     shape, narrow = Shape(widths[0], 4, 2, value_dim=widths[-1]), len(widths) == 2
     for deterministic in {narrow, False}:  # only then dq of narrow values has a kernel of its own
         got = _gradients(mask, shape, only_dq=True, deterministic=deterministic)
@@ -144,23 +144,27 @@ def test_short_heads_run_few_at_a_time(seqlen, group, deterministic, expected):
 
 
 @pytest.mark.parametrize(
-    "head_dim, seqlen, num_kv_heads, accumulate, drawn",
+    "head_dim, seqlen, num_kv_heads, accumulate, only_dq, drawn",
     [
-        (128, 2048, 4, False, True),
-        (128, 2049, 4, False, False),
-        (128, 2048, 2, False, False),
-        (128, 2048, 4, True, False),
-        (64, 2048, 4, False, False),
+        (128, 2048, 4, False, False, True),
+        (128, 2049, 4, False, False, False),
+        (128, 2048, 2, False, False, False),
+        (128, 2048, 4, True, False, False),
+        (128, 2049, 4, False, True, True),
+        (128, 2048, 2, False, True, True),
+        (128, 16384, 2, False, True, False),  # tiles of whole groups
+        (64, 2048, 4, False, True, False),
     ],
     ids=str,
 )
-def test_short_tiles_are_drawn(head_dim, seqlen, num_kv_heads, accumulate, drawn):
-    """Programs of a launch, of which each takes many tiles if they are drawn."""
+def test_tiles_of_single_heads_are_drawn(head_dim, seqlen, num_kv_heads, accumulate, only_dq, drawn):
+    """Programs of a launch, of which each takes many tiles if they are drawn: of short heads, or if dq is known."""
     q, k = (torch.empty(1, seqlen, n, head_dim, dtype=torch.bfloat16) for n in (4, num_kv_heads))
     module, launches = Emulator().load("backward.host"), []
     module.preprocess = lambda *_, **__: None
     module._KEYS = lambda _, num_programs, *args, **constants: launches.append((num_programs, constants["EARLY"]))
-    run = module.HopperBackward(q, q, q, torch.empty(1, 4, seqlen), softmax_scale=1.0)
+    dq = torch.empty_like(q) if only_dq else None
+    run = module.HopperBackward(q, q, q, torch.empty(1, 4, seqlen), softmax_scale=1.0, only_dq=dq)
     dk, dv = torch.empty(2, *k.shape, dtype=torch.float32 if accumulate else k.dtype)
     with cuda_properties(3):
         run.add(k, k, Mask.band(seqlen, seqlen, causal=True), dk, dv, accumulate=accumulate)

@@ -85,6 +85,17 @@ def test_counter_is_ready_for_the_next_launch():
         assert_close(*_outputs(_CAUSAL, Shape(), emulator=emulator), num_chunks=2)
 
 
+@_BOTH
+def test_last_group_of_more_heads(mask):
+    """Two of three heads alternate at last; so do two of the six heads of two sequences."""
+    emulator = Emulator()
+    module = emulator.load("forward.host")
+    module._L2_BYTES_PER_GROUP, module.heads_at_last = 0, lambda *_: 2
+    for batch in (1, 2):
+        shape = Shape(num_heads=3, num_kv_heads=3, batch=batch)
+        assert_close(*_outputs(mask, shape, emulator=emulator, num_sms=3), num_chunks=2)
+
+
 def _hops(mask: Mask, keys: list[tuple[int, int]]) -> list[Mask]:
     """The mask as a ring's hops see it: of each piece of the keys."""
     seqlen_q = mask.seqlen_q
@@ -208,8 +219,9 @@ FAULTS = {
     "an arrival is missing": ("forward.kernel", "mbarrier.arrive(barriers.v_empty.index(index), count=1)", "pass"),
     "proxy fences are missing": ("pipeline", "fence_async_shared()", "pass"),
     "staging buffers are overwritten while they leave": ("pipeline", "tma_store_wait(0)", "pass"),
+    "the second of two bands is the first": ("pipeline", "stop + problem.jump", "stop"),
     "a block that some rows see is passed over": (
-        "pipeline", "own_last_row + problem.upper + 1", "own_last_row - 63 + problem.upper + 1",
+        "pipeline", "stop_of(own_last_row, problem, V)", "stop_of(own_last_row - 63, problem, V)",
     ),
     "a block that some rows see on the left is passed over": (
         "pipeline", "row + FIRST + problem.lower - first_key, 0", "row + FIRST + 64 + problem.lower - first_key, 0",
@@ -228,4 +240,5 @@ def test_planted_faults_are_caught(fault):
         for head_dim in (128, 64):
             assert_close(*_outputs(mask, Shape(head_dim), emulator=emulator))
 
-    assert any(is_caught(fault, MASKS[name], check) for name in ("wide window", "window", "causal, ragged"))
+    names = "wide window", "window", "causal, ragged", "zigzag chunks before all keys"
+    assert any(is_caught(fault, MASKS[name], check) for name in names)

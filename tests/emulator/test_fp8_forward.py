@@ -73,6 +73,17 @@ def test_shapes(mask, shape):
     _check(*_forward(rows, records, mask, shape, acc=acc, lse=lse))
 
 
+def test_last_group_of_more_heads():
+    """The order of tiles changes no bits."""
+    shape, emulator = Shape(num_heads=3, num_kv_heads=3), Emulator()
+    operands = _operands(_CAUSAL, shape)
+    (first, _), _ = _forward(*operands, _CAUSAL, shape, num_sms=3)
+    module = emulator.load("fp8.forward")
+    module.kv_heads_per_group, module.heads_at_last = lambda *_: 1, lambda *_: 2
+    (other, _), _ = _forward(*operands, _CAUSAL, shape, emulator=emulator, num_sms=3)
+    assert torch.equal(first, other)
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_interleavings(head_dim):
     """Partitions, blocks and copies in other orders give the same bits."""
@@ -195,10 +206,14 @@ def test_scales_are_fp32_whatever_the_default_dtype_is(default):
     torch.set_default_dtype(default)
     try:
         with cuda_properties(2):
-            rows, largest = Emulator().load("fp8.quantise").quantise_and_measure_q(q)
+            rows = Emulator().load("fp8.quantise").quantise_q(q)
+            numbers = Emulator().load("fp8.backward_operands").QueryNumbers.of(q, 1)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert rows.scales.dtype == largest.dtype == torch.float32
+    assert rows.scales.dtype == numbers.scales.dtype == torch.float32
     assert torch.equal(rows.scales, fp8_reference.quantise_q(q).scales)
+    with cuda_properties(2):
+        Emulator().load("fp8.quantise").quantise_and_measure_q(q, *numbers[4:6], numbers.maxima)
     blocks = torch.nn.functional.pad(q.float(), (0, 0, 0, 0, 0, -q.shape[1] % 64)).unflatten(1, (-1, 64))
-    assert torch.equal(largest, blocks.abs().amax((2, 4)).transpose(1, 2))
+    assert torch.equal(numbers.scales, rows.scales) and not numbers.maxima.any()
+    assert torch.equal(numbers.largest_q, blocks.abs().amax((2, 4)).transpose(1, 2))

@@ -216,8 +216,8 @@ def test_other_heads_are_done_beside(shape: Shape, resident: int) -> None:
     """With the only dq known, warps beside the tiles prepare later heads and cast those of earlier ones."""
     emulator = _in_sections(_in_parts(Emulator(0, resident=resident)))
     host, found = emulator.load("backward.host"), []
-    original = host.HopperBackward._aside
-    host.HopperBackward._aside = lambda *args: found.append(original(*args)) or found[-1]
+    original = host.HopperBackward._row_passes
+    host.HopperBackward._row_passes = lambda *args: found.append(original(*args)) or found[-1]
     options = dict(emulator=emulator, whole_groups=True, in_step=True, accumulate=False, only_dq=True)
     assert_close(*_gradients(_fresh(MASKS["deep, window"]), shape, **options), num_chunks=2)
     assert found[0] is not None
@@ -230,10 +230,14 @@ def test_faults_beside_are_caught() -> None:
         assert_close(*_gradients(_fresh(mask), Shape(128, 4, 2), emulator=emulator, **options))
 
     for fault in (
-        ("backward.aside", "wait_for(aside.counters_ptr + 2 + section * 2, problem.num", "(problem.num"),
-        ("backward.aside", "gl.where(phase == 0, 1, (phase + 3) // 2)", "gl.where(phase == 0, 1, (phase + 1) // 2)"),
-        ("backward.aside", ".permute([0, 1, 3, 2, 4])", ""),
-        ("backward.aside", "gl.where(empty, 0.0, delta)", "delta * 0"),
+        ("backward.row_passes", "wait_for(passes.counters_ptr + 2 + section * 2, problem.num", "(problem.num"),
+        (
+            "backward.row_passes",
+            "gl.where(phase == 0, 1, (phase + 3) // 2)",
+            "gl.where(phase == 0, 1, (phase + 1) // 2)",
+        ),
+        ("backward.row_passes", ".permute([0, 1, 3, 2, 4])", ""),
+        ("backward.row_passes", "gl.where(empty, 0.0, delta)", "delta * 0"),
         ("backward.host", "first=self._cast", "first=self._cast + 1"),
     ):
         assert is_caught(fault, MASKS["deep, window"], check), fault

@@ -206,7 +206,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
             work("copy of the rows", exchange.received)
         return arrived(exchange)
 
-    arrived, one_head = AllToAll.arrived, lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)
+    arrived, one_head = AllToAll.received_tensors, lambda sizes, *_: Sections(*[(1,) * sizes.kv[2]] * 2)
     stack = ExitStack()
     for module in (gathered_buffers, gradient_return, gather_units, head_exchange):
         stack.enter_context(mock.patch.object(module, "buffer", lambda *args: now[0].buffer(*args)))
@@ -229,7 +229,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (CallWords, "for_host", words_on_host),
         (Mask, "is_cached", lambda *_: True),
         (AllToAll, "fill", lambda exchange, *tensors: work(f"fill {exchange.area}", tensors, exchange.own)),
-        (AllToAll, "arrived", arrived_heads),
+        (AllToAll, "received_tensors", arrived_heads),
         (LocalAttention, "forward", local_forward),
         (LocalAttention, "backward", local_backward),
     ):

@@ -2,14 +2,13 @@
 
 import os
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
 import torch
 from accelerate import DistributedType, ParallelismConfig, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
 from tokenizers import pre_tokenizers
 from transformers import (
     DataCollatorWithFlattening,
@@ -281,10 +280,11 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
             trainer = trl.DPOTrainer(args=args, ref_model=reference, train_dataset=data, **common)
     else:
         data = Dataset.from_dict({"prompt": prompts * 2})
-        sizes = {"num_generations": 4, "max_completion_length": 6, "gradient_accumulation_steps": 2}
+        sizes = {"num_generations": 4, "max_completion_length": 6, "generation_batch_size": 8}
+        sizes |= {"gradient_accumulation_steps": 2, "cast_lm_head_to_fp32": kind == "grpo shared"}
         args = trl.GRPOConfig(**options | sizes | {"temperature": 0.7})
-        trainer = trl.GRPOTrainer(args=args, reward_funcs=rewards, train_dataset=data, rollout_func=rollout, **common)
-        set_seed(1)  # TRL has seeded each rank otherwise, and shuffles completions
+        judge = partial(rewards, rank=ctx.rank)
+        trainer = trl.GRPOTrainer(args=args, reward_funcs=judge, train_dataset=data, rollout_func=rollout, **common)
     sharing = mock.patch.object(ring_forward.RingForward, "min_shared", int(kind == "grpo shared"))
     with (
         mock.patch.object(LlamaAttention, "forward", noted),
@@ -307,11 +307,14 @@ def train_with_trl(ctx: Context, folder: str, kind: str) -> dict[str, Any]:
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Completions of several lengths that depend on the prompts only."""
-    coded = trainer.processing_class(prompts)["input_ids"]
-    completions = [[3 + (5 * i + 7 * j + len(ids)) % 20 for j in range(3 + i % 4)] for i, ids in enumerate(coded)]
+    """Completions of several lengths, other ones on each rank, as engines sample them."""
+    coded, rank = trainer.processing_class(prompts)["input_ids"], trainer.accelerator.process_index
+    completions = [
+        [3 + (5 * i + 7 * j + len(ids) + rank) % 20 for j in range(3 + i % 4)] for i, ids in enumerate(coded)
+    ]
     return {"prompt_ids": coded, "completion_ids": completions, "logprobs": None}
 
 
-def rewards(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
+def rewards(completion_ids: list[list[int]], rank: int, **_: Any) -> list[float]:
+    """Other rewards on each rank, as a judge that samples gives them."""
+    return [(sum(ids) + rank * i) % 7 / 7 for i, ids in enumerate(completion_ids)]

@@ -90,7 +90,7 @@ class Case:
         else:
             dk, dv = (torch.full(x.shape, fill, dtype=dtype, device="cuda") for x in (self.k, self.v))
         backward.add(self.k, self.v, self.mask, dk, dv, accumulate=accumulate)
-        return backward.finish(), dk, dv
+        return backward.finish(options.get("only_dq")), dk, dv
 
     def check(self, grads):
         """Assert the errors of dq, dk, dv, chunk by chunk."""
@@ -107,11 +107,14 @@ def test_masks(head_dim, name, accumulate):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_several_tiles_of_a_cta(head_dim, accumulate, monkeypatch):
-    """Three CTAs draw all tiles."""
+@pytest.mark.parametrize("name", ["deep, window", "full", "ragged causal, fewer keys"])
+def test_several_tiles_of_a_cta(name, head_dim, accumulate, monkeypatch):
+    """Three CTAs draw all tiles, at 64 under a window only; again and again, from one counter."""
     monkeypatch.setattr(host, "count_sms", lambda device: 3)
-    case = Case(MASKS["deep, window"], head_dim)
-    case.check(case.run(accumulate))
+    for heads in (2, 2), (4, 2):
+        case = Case(MASKS[name], head_dim, *heads)
+        for _ in range(3):
+            case.check(case.run(accumulate, only_dq=torch.full_like(case.q, torch.nan)))
 
 
 @pytest.mark.parametrize("num_sms", [3, 132])

@@ -8,7 +8,6 @@ eight ranks on the GPUs that there are (tests/helpers/shared_gpu.py).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.environment import describe
+from benchmarks.environment import describe, result_text
 from tests.helpers.pool import Pool
 from tests.helpers.tolerance import Ratio
 
@@ -111,4 +110,4 @@ def table(setup: Setup, request: pytest.FixtureRequest) -> Iterator[Table]:
         head = {**describe(), **setup._asdict(), "num_cases": len(table.cases)}
         # Tables show each case of a short list only; thousands of lines that are not read are not kept.
         cases = {"cases": table.cases} if len(table.cases) <= 50 else {}
-        path.write_text(json.dumps({**head, "worst": table.worst(), **cases}, indent=1) + "\n")
+        path.write_text(result_text({**head, "worst": table.worst(), **cases}))

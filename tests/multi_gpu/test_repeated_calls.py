@@ -67,6 +67,8 @@ def results(ctx: Context, form: Form, tapes: bool) -> list[tuple[torch.Tensor, .
             q, k = (x[..., : form.head_dim].detach().requires_grad_() for x in (q, k))
             v, dout = v[..., : form.v_head_dim].detach().requires_grad_(), dout[..., : form.v_head_dim]
             options = {"group": ctx.group, "deterministic": True, **form.options}
+            if "cu_seqlens" in options:  # are those of two ranks
+                options["cu_seqlens"] = options["cu_seqlens"] * ctx.size // 2
             out, lse = ringflash.ring_attention(q, k, v, return_lse=True, **options)
             targets = [out, lse] if form.with_dlse else [out]
             grads = torch.autograd.grad(targets, (q, k, v), [dout, torch.ones_like(lse)][: len(targets)])

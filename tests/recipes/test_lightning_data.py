@@ -78,9 +78,12 @@ def test_checkpoint_of_another_data_class_is_refused(place: str, refused: bool) 
     """Lightning does not hand its place over: the run began at the first sequence again. A user's data has none."""
     states = {"OwnData": {"seen": 1}} if place == "OwnData" else {place: {"num_consumed": 7}}
     batches = {kind: {"ready": 4, "completed": 4} for kind in ("current", "total")}
-    checkpoint = {"state_dict": {}, **states, "loops": {"fit_loop": {"epoch_loop.batch_progress": batches}}}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": batches}}
+    checkpoint = {"state_dict": {}, **states, "epoch": 0, "loops": loops}
     state = SimpleNamespace(fn=TrainerFn.FITTING)
-    trainer = SimpleNamespace(state=state, datamodule=TextData(seqlen=16), accumulate_grad_batches=1)
+    trainer = SimpleNamespace(
+        state=state, datamodule=TextData(seqlen=16), accumulate_grad_batches=1, callbacks=[]
+    )  # fmt: skip
     match = r"data must be of the checkpoint's class \(TokenData\), got TextData, which would begin at its first"
     with pytest.raises(ValueError, match=match) if refused else nullcontext():
         CountConsumed().on_load_checkpoint(trainer, CausalLM({"model_type": "llama"}), checkpoint)

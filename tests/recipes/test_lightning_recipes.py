@@ -186,7 +186,7 @@ def test_mistyped_flag_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_curves_without_a_common_step_are_refused() -> None:
-    with pytest.raises(ValueError, match="curves must share a step, got 1 and 1 steps apart; train both from step 0"):
+    with pytest.raises(ValueError, match="curves must have a step in common, got 1 and 1 others;"):
         largest_difference({0: 1.0}, {1: 1.0})
 
 

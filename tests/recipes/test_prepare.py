@@ -256,13 +256,13 @@ def test_folder_of_other_inputs_is_refused(tmp_path: Path) -> None:
     """Finished, interrupted, or of somebody else."""
     inputs = write_inputs(tmp_path / "in")
     prepare([inputs], tmp_path / "out")
-    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+    with pytest.raises(ValueError, match="out must be made from the same inputs, tokenizer and options"):
         prepare([inputs], tmp_path / "out", shard_bytes=300)
     (tmp_path / "out" / "header.json").unlink()
     with pytest.raises(ValueError, match="out must be an empty folder or that of an interrupted run"):
         prepare([inputs], tmp_path / "out")
     (tmp_path / "out" / "plan.json").write_text(json.dumps({"plan": "another"}))
-    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+    with pytest.raises(ValueError, match="out must be made from the same inputs, tokenizer and options"):
         prepare([inputs], tmp_path / "out")
     (tmp_path / "out" / "00000.bin").unlink()  # the plan of an attempt that wrote nothing does not bind the next
     prepare([inputs], tmp_path / "out")
@@ -324,7 +324,7 @@ def test_bad_lines_are_skipped_and_counted(
     )
     assert read_all(tmp_path / "out") == as_bytes(["finished before the error", "a", "b"])
     assert main([*arguments, "--num_processes", "1"]) == 1
-    assert "out must be of the same inputs, tokenizer and options" in capsys.readouterr().err
+    assert "out must be made from the same inputs, tokenizer and options" in capsys.readouterr().err
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path: Path, pyarrow: Any) -> None:
@@ -344,7 +344,7 @@ def test_a_changed_input_of_the_same_size_is_another(tmp_path: Path) -> None:
     write_jsonl(path, ["ba"])
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert path.stat().st_size == before.st_size
-    with pytest.raises(ValueError, match="out must be of the same inputs, tokenizer and options"):
+    with pytest.raises(ValueError, match="out must be made from the same inputs, tokenizer and options"):
         prepare([path], tmp_path / "out")
 
 

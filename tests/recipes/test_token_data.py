@@ -14,6 +14,7 @@ import lightning
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from ringflash import huggingface, loss
 from ringflash.data import SampleOrder
@@ -174,17 +175,22 @@ def test_another_split(ctx: Context, run: Run) -> None:
         fit(data, run.folder, ctx.size, checkpoint=run.checkpoint, steps=2 * STEPS)
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
 @on_ranks(1)
-def test_mid_step(ctx: Context, run: Run) -> None:
+def test_mid_step(ctx: Context, run: Run, scheduled: bool) -> None:
     """A checkpoint in the middle of a step goes on with the whole step, to the same bits.
 
     Two of the step's four sequences had gradients, which no checkpoint holds: all four are drawn again.
+
+    Args:
+        scheduled: a callback sets the number of sequences, which Lightning calls at the beginning of an epoch only.
     """
     path = run.checkpoint.with_name("mid_step.ckpt")
     whole, resumed = Norms(6, path), Norms()
     for callback, checkpoint in ((whole, None), (resumed, path)):
-        data = token_data(run.folder)
-        fit(data, run.folder, 1, checkpoint=checkpoint, callbacks=[callback], accumulate_grad_batches=4)
+        data, accumulated = token_data(run.folder), {"accumulate_grad_batches": 1 if scheduled else 4}
+        callbacks = [callback, *([GradientAccumulationScheduler({0: 4})] if scheduled else [])]
+        fit(data, run.folder, 1, checkpoint=checkpoint, callbacks=callbacks, **accumulated)
         assert data.num_consumed == 4 * STEPS
     assert sorted(whole.norms) == [1, 2, 3] and sorted(resumed.norms) == [2, 3]
     assert resumed.norms.items() <= whole.norms.items()

@@ -123,8 +123,28 @@ def test_every_epoch_has_another_order() -> None:
         return [[next(drawn) for _ in range(50)] for _ in range(3)]
 
     orders = epochs(0) + epochs(1)
+    with torch.device("meta"):
+        assert epochs(0) == orders[:3]
+        assert mix_lengths(torch.arange(9, device="cpu"), torch.ones(9, device="cpu")).sort().values.tolist() == [
+            *range(9)
+        ]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len(set(map(tuple, orders))) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dp_rank": 2}, r"dp_rank must be in \[0, 2\), got 2: ranks would train on the same samples"),
+        ({"dp_rank": -1}, "got -1"),
+        ({"first": -2}, "first 0 or more, got 50 and -2"),
+        ({"num_sequences": 0}, "num_sequences must be 1 or more"),
+    ],
+)
+def test_an_order_of_no_rank_or_sample_is_refused(given: dict[str, int], message: str) -> None:
+    """A rank of the job would draw what a data rank has drawn."""
+    with pytest.raises(ValueError, match=message):
+        SampleOrder(**{"num_sequences": 50, "seed": 0, "dp_rank": 0, "dp_size": 2, "first": 0} | given)
 
 
 @SHARED
@@ -222,7 +242,7 @@ def test_uncut_length_and_no_documents_are_refused(tmp_path: Path) -> None:
         (partial(sequences, 2, 8, cp_size=2, layout="documents"), "layout must not be 'documents' for packed token"),
         (partial(sequences, 0, 4), "documents must not be empty, got none; prepare more text"),
         # a book in one file: nothing would be left to train on
-        (partial(split, 1, 5.0, 0), "documents must be more than the 1 that held_out_percent 5.0 holds out, got"),
+        (partial(split, 1, 5.0, 0), "must have more than 1 documents, which held_out_percent 5.0 holds out, got"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

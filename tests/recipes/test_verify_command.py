@@ -104,7 +104,7 @@ def test_one_process_is_refused(arguments: list[str], message: str, capsys: pyte
     ("arguments", "message"),
     [
         (["nowhere"], "target must be a folder with config.json or 'package.module:factory', got 'nowhere'"),
-        (["docs"], "target must be a folder with config.json, got docs without; name the model's own folder"),
+        (["docs"], "target must be a folder with config.json, got docs without it; name the model's folder"),
         (["pyproject.toml"], "got the file pyproject.toml; name a model's folder. For a recipe, python -m recipes."),
         (["recipes/deepspeed/zero1.json"], "config.json must be one that transformers reads, got "),
         (["json:nothing"], "target must name a function of json, got 'nothing'"),

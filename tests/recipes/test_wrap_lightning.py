@@ -267,9 +267,9 @@ def test_continue_with_others(ctx: Context, run: Run) -> None:
         return torch.optim.SGD(adam(module).param_groups, momentum=0.9)
 
     for name, configure, message in (
-        ("file", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("file", one_group, "must have the parameter groups of this optimizer, got groups of [2, "),
         ("file", exchanged, "must have the optimizer's state of model.positions.weight, of shapes {'step': (), 'exp_"),
-        ("folder", one_group, "must have the parameter groups of the optimizer, got groups of [2, "),
+        ("folder", one_group, "must have the parameter groups of this optimizer, got groups of [2, "),
         ("file", sgd, "must have the optimizer's state of model.head.weight, of shapes {'momentum_buffer': (31, 16)}"),
         ("folder", sgd, "must have the optimizer's state of model."),
     ):
@@ -498,7 +498,7 @@ def test_logs(ctx: Context, run: Run) -> None:
         warnings.simplefilter("always")
         train(module, strategy=ContextParallelStrategy())
         quiet_trainer(plugins=[DoublePrecision()], strategy=ContextParallelStrategy()).test(module, [loader()] * 2)
-    texts = [text for x in found if "logs should be those of" in (text := str(x.message))]
+    texts = [text for x in found if "should be those of the whole sequence" in (text := str(x.message))]
     assert [text.split()[2] for text in texts] == ([*sorted(steps)[::-1]] if ctx.rank == 0 else [])
     assert all(re.findall(r"'([^']*)' \(the ", text) == ["mean over the shard"] for text in texts)
 
@@ -635,20 +635,20 @@ def test_refusals(ctx: Context, run: Run) -> None:
     train(used, strategy=ContextParallelStrategy(), limit_train_batches=1, limit_val_batches=0)
     for message, module, options in (
         (
-            "model.blocks.0.attn must be given the q",
+            "model.blocks.0.attn must call attention with the q of",
             varied(run.kind, positions=lambda self, tokens: torch.arange(tokens.shape[1])), {},
         ),
         ("head.weight must be in the same unit as model.embedding.weight", tied(run.kind), {}),  # FSDP2 parts them
         (
-            "token_loss must be given the labels of the whole sequence ([31] in its calls), got [30] over",
+            "token_loss must be given the labels of the whole sequence ([31] tokens, by call), got [30] over",
             varied(run.kind, step=unshifted), {},
         ),
         (
-            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            "training_step's loss, averaged over the ring, must equal the loss of the whole sequence (",
             varied(run.kind, step=local_mean), {},
         ),
         (
-            "training_step's loss, averaged over the ring, must be that of the whole sequence (",
+            "training_step's loss, averaged over the ring, must equal the loss of the whole sequence (",
             varied(run.kind, on_before_batch_transfer=with_mask, step=local_mean), {},
         ),
         (
@@ -660,7 +660,7 @@ def test_refusals(ctx: Context, run: Run) -> None:
             varied(run.kind, step=lambda self, batch: run.kind.step(self, batch) * torch.nan), {},
         ),
         (
-            "batches must be cut before a step, got one that on_before_batch_transfer has not seen; call super",
+            "batches must be cut before a step, got a batch that on_before_batch_transfer has not seen; call super",
             varied(run.kind, on_before_batch_transfer=lambda self, batch, _: batch), {},
         ),
         (
@@ -672,8 +672,8 @@ def test_refusals(ctx: Context, run: Run) -> None:
             build(run.kind), {"callbacks": [EMAWeightAveraging()]},
         ),
         (
-            "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
-            "tokens, got different values of counts; sum what they are computed from over the ring, by",
+            "buffers that a training forward changes must be equal on all ranks of a ring, got different values of "
+            "counts; each rank has other tokens, so sum what they are computed from over the ring, by",
             counted(run.kind), {},
         ),
         (

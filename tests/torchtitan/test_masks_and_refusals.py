@@ -127,7 +127,7 @@ def test_calls_of_the_module_that_are_refused() -> None:
             ring(q, k, v, attention_masks=attention_masks, **unknown)
 
     ring = RingInnerAttention(RingInnerAttention.Config())
-    refused("must be parallelized")
+    refused("must parallelize the attention of every layer")
     ring._parallelized = True
     refused("without score_mod", score_mod=lambda score, *_: score)
     refused("without block_size and score_mod", score_mod=lambda score, *_: score, block_size=128)

@@ -152,3 +152,14 @@ def of_lengths(forest: Forest, seqlen: int) -> Forest:
     lengths = tuple(b - a + 1 for a, b in zip(cuts, cuts[1:], strict=False))
     counts = forest.global_tokens and tuple(x and -(-x * seqlen // forest.seqlen) + 1 for x in forest.global_tokens)
     return Forest(lengths, forest.parents, forest.bidirectional, forest.left, counts)
+
+
+FAMILIES = {
+    "rollouts": rollouts(37, [11, 20, 5, 23]),
+    "prefix lm": prefix_lm(40, 56),
+    "images": images([(10, 16), (3, 16), (12, 16), (7, 16)]),
+    "images, window": images([(10, 16), (3, 16), (12, 16), (7, 16)], left=20),
+    "block diffusion": block_diffusion(6, 8),
+    "window, global tokens": Forest((50, 30, 16), (-1, -1, 1), (False,) * 3, left=11, global_tokens=(4, 7, 7)),
+    "window, global prompts": replace(rollouts(25, [30, 24, 17]), left=9, global_tokens=(27,) * 4),
+}

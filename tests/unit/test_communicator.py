@@ -175,7 +175,7 @@ def test_a_rank_that_ends_first_waits_for_the_others(said: dict[str, list[str]])
 def test_the_end_waits_for_the_device_with_a_word(said: dict[str, list[str]]) -> None:
     """Its calls are the peers', too. The watchdog ends a wait for a peer that is dead."""
     assert said["slow device"] == [
-        "the program has ended; waiting for its ring calls, which the GPU has not finished",
+        "the program has ended, but its GPU has not finished its ring calls; waiting for them",
         "waits, watched: True",
         "waits, watched: False",  # nothing is left by then
         "aborts",

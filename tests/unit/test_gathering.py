@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,9 @@ from ringflash.attention.schedule import KeyBlock, active_steps, chunks_are_mult
 from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
+from ringflash_kernels.mask import Mask
+from tests.two_sided.forests import FAMILIES
+from tests.two_sided.kernel_masks import sequence_mask
 from tests.unit.test_schedule import held, problems, three_zigzags, visible  # noqa: F401, a fixture of every test here
 
 Problem = tuple[SequenceMask, int, str]
@@ -38,6 +42,19 @@ def test_records_are_gathered_whole(problem: Problem) -> None:
         assert records.mask.num_visible == keys.mask.num_visible
 
 
+def assert_kernels_read(mask: Mask) -> None:
+    """Assert that what the kernels read is the mask.
+
+    The forward reads an interval of keys for each query and an end for each key; the backward an interval of queries
+    for each key and a first key for each query.
+    """
+    rows, keys, side = torch.arange(mask.seqlen_q)[:, None], torch.arange(mask.seqlen_k), mask.transposed()
+    assert side.num_visible == mask.num_visible and torch.equal(side.dense().T, mask.dense())
+    (start, stop), (first, last) = mask.bounds(), side.bounds()
+    assert torch.equal((keys >= start[:, None]) & (keys < stop[:, None]) & (rows < mask.ends()), mask.dense())
+    assert torch.equal((rows >= first) & (rows < last) & (keys >= mask.begins()[:, None]), mask.dense())
+
+
 def of_all(problem: Problem) -> list[KeyBlock]:
     """Return the single block of every rank."""
     mask, cp_size, layout = problem
@@ -51,6 +68,16 @@ SHORT, LONG = problems(), problems(range(1, 4), (63, 64, 127, 130, 200))  # 64th
 @settings(max_examples=200, deadline=None)
 def test_every_visible_key_in_order(problem: Problem) -> None:
     """All visible pairs, at the right positions, and no segment of which a rank sees nothing."""
+    check_gathered(problem)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_visible_key_of_trees(name: str) -> None:
+    for place in ((1, "contiguous"), (2, "zigzag"), (4, "zigzag"), (4, "balanced"), (3, "contiguous")):
+        check_gathered((sequence_mask(FAMILIES[name]), *place))
+
+
+def check_gathered(problem: Problem) -> None:
     mask, cp_size, layout = problem
     want = visible(mask)
     positions = [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
@@ -62,6 +89,7 @@ def test_every_visible_key_in_order(problem: Problem) -> None:
         keys = torch.cat(keys_of)
         assert (keys[1:] > keys[:-1]).all()
         assert torch.equal(found.mask.dense(), want[positions[rank]][:, keys])
+        assert_kernels_read(found.mask)
         assert found.mask.num_visible == int(want[positions[rank]].sum())
     assert all(found.capacity == max(other.num_rows for other in ranks) for found in ranks)
     assert mask.num_visible == int(want.sum()) and {found.pairs for found in ranks} == {int(want.sum()) // cp_size}
@@ -174,6 +202,7 @@ def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
         found = torch.zeros_like(whole.mask.dense())
         for block in blocks:
             assert block.num_rows <= block.capacity
+            assert_kernels_read(block.mask)
             for segment in block.segments:
                 first = columns.pop((segment.owner, segment.start))
                 found[:, first : first + segment.size] = block.mask.dense()[:, segment.row : segment.row + segment.size]

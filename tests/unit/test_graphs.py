@@ -68,7 +68,7 @@ def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
 
 def test_a_buffer_may_not_grow_in_a_capture(capture: Capture) -> None:
     capture.on = True
-    with pytest.raises(RuntimeError, match="got 'kv' growing to 16 bytes; run the call once before"):
+    with pytest.raises(RuntimeError, match="'kv' would grow to 16 bytes; run the same call once before"):
         buffer("kv", (4,), torch.float32, CPU)
 
 

@@ -1,13 +1,18 @@
 """Masks as the Hopper backward hands them to its kernels, replayed on the host against the dense mask; no GPU."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from ringflash.attention.schedule import plan_single_block
+from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.hopper.backward.host import heads_at_last, hop_of
+from ringflash_kernels.hopper.forward import host as forward
+from ringflash_kernels.hopper.fp8.tiles import FP8_TILES
 from ringflash_kernels.mask import Mask, Region
 
 
@@ -75,3 +80,25 @@ def test_heads_at_last(seqlen, num_groups, expected):
     hop = hop_of(Mask.band(seqlen, seqlen, causal=True), torch.device("cpu"))
     assert hop.steps_of_tiles(128) == list(range(seqlen // 64, 0, -2))
     assert heads_at_last(hop, 128, num_groups, 24 // num_groups, 1) == expected
+
+
+def test_heads_at_last_of_a_forward():
+    """Tiles cost what the dense mask shows. One KV head at a time, the SMs of a zigzag shard would wait 3 to 5%."""
+    tiles, rows, found = FP8_TILES[128], 3 * 128, []
+    masks = [zigzag_mask(rank, 1024) for rank in (0, 1)] + [Mask.band(rows, 900, causal=True, window_size=(200, -1))]
+    with mock.patch.object(forward, "last_group", lambda costs, *_: found.append(costs) or 1):
+        for mask in masks:
+            forward.heads_at_last.__wrapped__(mask.regions, tiles, mask.q_span, 28, 4, 132)
+    for mask, costs in zip(masks, found, strict=True):
+        tiled = [x.any(0).nonzero()[[0, -1], 0].tolist() for x in mask.dense().split(tiles.rows)]
+        assert costs == sorted((-(-(last + 1 - first) // 128) + 2 for first, last in tiled), reverse=True)
+    for rank in (0, 1):
+        mask = zigzag_mask(rank, 8192)
+        assert forward.heads_at_last(mask.regions, tiles, mask.q_span, 28, 4, 132) == 12
+    documents = Mask.documents([0, 100, 200, 300])
+    assert forward.heads_at_last(documents.regions, tiles, documents.q_span, 28, 4, 132) == 4
+
+
+def zigzag_mask(rank, rows):
+    """Return the mask of a shard of this many rows, of one of two ranks."""
+    return plan_single_block(SequenceMask(2 * rows, True, (-1, -1)), 2, rank, "zigzag", 128).mask

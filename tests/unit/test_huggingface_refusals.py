@@ -101,7 +101,7 @@ def test_refuses_classes_that_call_flash_attention(loaded_before: bool, monkeypa
         code = importlib.import_module("transformers.models.falcon.modeling_falcon")
         monkeypatch.setattr(code, "is_flash_attention_requested", lambda config: True, raising=False)
     config = AutoConfig.for_model("falcon", hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.raises(ValueError, match="ForCausalLM has only its own ones: use another model"):
+    with pytest.raises(ValueError, match="ForCausalLM has only implementations of its own: use another model"):
         huggingface.set_group(AutoModelForCausalLM.from_config(deepcopy(config)), None)
     with pytest.raises((KeyError, NotImplementedError), match="ringflash|FlashAttention2, which would attend to each"):
         huggingface.set_group(AutoModelForCausalLM.from_config(config, attn_implementation="ringflash"), None)
@@ -276,7 +276,7 @@ def test_padding_may_end_each_document() -> None:
 def test_refuses_padding_that_full_attention_would_see() -> None:
     model, batch = build(), prepared(attention_mask=FULL < 20)
     assert torch.equal(model(**batch).logits, model(**batch | {"is_token": None}).logits)
-    with pytest.raises(NotImplementedError, match="attention_mask must not be given to prepare_batch for full attent"):
+    with pytest.raises(NotImplementedError, match="attention_mask must be None in prepare_batch for full attention"):
         build(is_causal=False)(**batch)
 
 
@@ -373,7 +373,7 @@ def test_refuses_a_loss_for_all_models(part: str, monkeypatch: pytest.MonkeyPatc
         changed = partial(lambda factor, *given, **named: factor * compute(*given, **named), scale)
         for name in names:
             monkeypatch.setitem(replaced, name, changed)
-        refused = pytest.raises(NotImplementedError, match="loss_function must be transformers' own of causal")
+        refused = pytest.raises(NotImplementedError, match="loss_function must be transformers' own for causal")
         with nullcontext() if scale == 1.0 else refused:
             model(**prepared())
 
@@ -435,10 +435,10 @@ def test_masks_of_spans_are_read() -> None:
     for positions in (None, packed):
         found = create_causal_mask(config, embeds, None, None, position_ids=positions, block_sequence_ids=blocks)
         assert torch.equal(found.ids, blocks) and found.use is Use.WITHIN_WINDOW
-    with pytest.raises(NotImplementedError, match="got 'causal or test_masks_.*<lambda>' of the model; leave"):
+    with pytest.raises(NotImplementedError, match="got 'causal or test_masks_.*<lambda>' from the model; leave"):
         create_causal_mask(config, embeds, None, None, or_mask_function=lambda *_: torch.tensor(True))
     config.model_type = "molmo2_text"
-    with pytest.raises(NotImplementedError, match="must not be given to Molmo 2"):
+    with pytest.raises(NotImplementedError, match="mm_token_type_ids must be None for Molmo 2"):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 

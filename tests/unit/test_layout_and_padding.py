@@ -171,8 +171,17 @@ def test_padding_refuses(options: dict[str, Any], message: str) -> None:
         ringflash.pad_sequence(torch.ones(1, 13, dtype=torch.int64), cp_size=2, **options)
 
 
-def test_shifted_labels_end_with_their_document() -> None:
-    tokens = torch.tensor([[5, 6, 7, 8, 9]])
-    assert shift_labels(tokens).tolist() == [[6, 7, 8, 9, -100]]
+@pytest.mark.parametrize("layout", ["zigzag", "documents"])
+def test_labels_without_room_for_none_are_refused(layout: str) -> None:
+    tokens, bounds = torch.ones(1, 13, dtype=torch.uint8), torch.tensor([0, 13], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="cannot be converted"):
+        ringflash.pad_sequence(tokens, tokens, bounds, cp_size=2, layout=layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.uint16])
+def test_shifted_labels_end_with_their_document(dtype: torch.dtype) -> None:
+    """In a dtype without -100, it would be 156 or 65,436, which may be tokens."""
+    tokens = torch.tensor([[5, 6, 7, 8, 9]]).to(dtype)
+    assert shift_labels(tokens).dtype == torch.int64 and shift_labels(tokens).tolist() == [[6, 7, 8, 9, -100]]
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
     assert shift_labels(tokens, bounds).tolist() == [[6, -100, 8, 9, -100]]

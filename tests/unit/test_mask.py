@@ -97,6 +97,12 @@ def test_band_is_aligned_bottom_right(seqlen_q: int, seqlen_k: int, causal: bool
     assert mask.q_span == ((rows[0], rows[-1] + 1) if rows else (0, 0))
 
 
+@pytest.mark.parametrize("cu_seqlens", [(2, 6), (0, 4, 2), (0, 2, 2)])
+def test_documents_that_leave_out_rows_are_refused(cu_seqlens: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="cu_seqlens must ascend from 0, got"):
+        Mask.documents(cu_seqlens)
+
+
 def test_empty_mask() -> None:
     mask = Mask.of(3, 4, [])
     assert mask.num_visible == 0 and mask.q_span == mask.k_span == (0, 0)

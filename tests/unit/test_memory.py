@@ -8,6 +8,7 @@ import itertools
 import sys
 import types
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssConfig, SeedOssMLP
 
 from ringflash import huggingface
@@ -281,25 +283,55 @@ def test_tiles_sum_gradients_in_fp32() -> None:
     assert torch.equal(mlp.down_proj.weight.grad, total.bfloat16())
 
 
-@pytest.mark.parametrize("function", [False, True])
-def test_tiles_drop_the_same_in_the_backward(function: bool) -> None:
-    """LoRA's dropout on a projection, or Seed-OSS's function: a tile's gradients have the forward's draws."""
-    mlp = model_with(Memory(mlp_tile_tokens=8)).get_submodule("model.model.layers.0.mlp")
-    if function:
-        mlp = nn.ModuleDict({"mlp": SeedOssMLP(SeedOssConfig(hidden_size=32, intermediate_size=80)).double()})
-        tiles.tile_mlps(mlp, 8)
-        mlp = mlp["mlp"]
-    else:
+class Drawing(nn.Module):
+    """A gated MLP that calls a function on its wide intermediate."""
+
+    def __init__(self, noise: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(32, 80), nn.Linear(32, 80), nn.Linear(80, 32)
+        self.noise = noise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.noise(self.gate_proj(x) * self.up_proj(x)))
+
+
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "lora": lambda: LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=80)),
+    "named": lambda: SeedOssMLP(SeedOssConfig(hidden_size=32, intermediate_size=80)),
+    "called": lambda: Drawing(lambda x: nn.functional.dropout(x, 0.5)),
+    "noise": lambda: Drawing(lambda x: x + torch.randn_like(x)),
+    "layer": lambda: Drawing(nn.RReLU()),
+}
+
+
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in DRAWING), ("lora", True), ("layer", True)])
+def test_tiles_draw_the_same_in_the_backward(kind: str, compiled: bool) -> None:
+    """A tile's gradients have the forward's draws, whatever has drawn them; if compiled, what a forward names."""
+    torch.manual_seed(0)
+    mlp = nn.ModuleDict({"mlp": DRAWING[kind]().double()})
+    tiles.tile_mlps(mlp, 8)
+    mlp = mlp["mlp"]
+    if kind == "lora":
         mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     torch.manual_seed(0)
-    out, state = mlp(x), torch.get_rng_state()
+    out, state = (torch.compile(mlp) if compiled else mlp)(x), torch.get_rng_state()
     (got,) = torch.autograd.grad(out.square().sum(), mlp.gate_proj.weight)
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(0)
     whole = torch.cat([mlp.whole(tile) for tile in x.split(8, dim=1)], dim=1)
     (want,) = torch.autograd.grad(whole.square().sum(), mlp.gate_proj.weight)
     assert torch.equal(out, whole) and (got - want).abs().max() <= 1e-12 * want.abs().max()
+
+
+def test_tiles_see_weights_that_changed_before_the_backward() -> None:
+    """Gradients of new weights are not those of the outputs; torch refuses them without tiles, too."""
+    mlp = model_with(Memory(mlp_tile_tokens=5)).get_submodule("model.model.layers.0.mlp")
+    out = mlp(torch.randn(1, 20, 32, dtype=torch.float64, requires_grad=True))
+    with torch.no_grad():
+        mlp.up_proj.weight += 1
+    with pytest.raises(RuntimeError, match="weights of TiledLlamaMLP must not change between its forward and its"):
+        out.sum().backward()
 
 
 def test_tiles_refuse_second_derivatives() -> None:
@@ -333,7 +365,7 @@ def test_tiles_refuse_tensors_that_are_lent() -> None:
     with torch.no_grad():
         first, whole = (torch.func.functional_call(mlp, lent, y) for y in (x[:, :5], x))
         assert torch.equal(first, whole[:, :5])
-    with pytest.raises(ValueError, match="MLPs must be tiled once, got TiledLlamaMLP"):
+    with pytest.raises(ValueError, match="MLPs must be tiled only once, got TiledLlamaMLP"):
         save_memory(mlp, Memory(mlp_tile_tokens=5))
 
 

@@ -128,13 +128,23 @@ def test_nan_reaches_only_the_rows_that_see_it(name: str, index: int, value: flo
         ({"mask": Mask.full(12, 12), "causal": True}, "mask must come without causal and window_size, got both; put"),
         ({"mask": Mask.full(12, 11)}, r"mask must be made for seqlen_q, seqlen_k \(12, 12\), got \(12, 11\); build"),
         ({"impl": "cutlass"}, "impl must be one of .*, got 'cutlass'; use"),
-        ({"k": torch.zeros(2, 12, 2, 16, requires_grad=True).double()}, "must not require grad, got some that do and"),
+        ({"window_size": (-2, 0)}, r"window_size must be \(left, right\), each -1 .* got \(-2, 0\); a window"),
+        ({"softmax_scale": -0.5}, "softmax_scale must be positive and finite, got -0.5; leave it out .* or negate q"),
+        ({"k": torch.zeros(2, 12, 2, 16, requires_grad=True).double()}, "must not require grad, got tensors that do, "),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:
     q, k, v, *_ = draw()
     with pytest.raises(ValueError, match=message):
         attention_forward(**{"q": q, "k": k, "v": v, "impl": "reference", **change})
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_results_over_inputs_are_refused(index: int) -> None:
+    """They would be read after they were overwritten."""
+    inputs = draw(4, 4)[:3]
+    with pytest.raises(ValueError, match="out must not be q, k or v, got one of them"):
+        attention_forward(*inputs, impl="reference", out=inputs[index])
 
 
 @pytest.mark.parametrize("problem", [RuntimeError("triton must be ..."), ImportError("undefined symbol")])

@@ -7,6 +7,7 @@ of commands of a driver whose functions write the same log.
 
 import ctypes
 import gc
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -208,6 +209,11 @@ def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, send
     LOGS[-1].awaited.append((LOGS[-1].numbers[event.cuda_event], LOGS[-1].place(words.data_ptr()), number, senders))
 
 
+def is_param(x: Any) -> bool:
+    """True for what the driver passes to a kernel: a number, an address or a descriptor."""
+    return type(x) is int or (type(x) is tuple and x[0] == "box")
+
+
 class FakeDriver(driver.Driver):
     """A driver that writes to the log of the present call. A captured launch writes to a log of its own."""
 
@@ -250,10 +256,9 @@ class FakeDriver(driver.Driver):
         launch(CALLER)
         LOGS.pop()
         self.launches.append(log.lines[0])
-        params = [
-            (ctypes.c_uint64 * 16)(x[1] if isinstance(x, tuple) else x) for x in log.lines[0] if type(x) in (int, tuple)
-        ]
-        self.sizes = [128 if isinstance(x, tuple) else 8 for x in log.lines[0] if type(x) in (int, tuple)]
+        given = [x for x in log.lines[0] if is_param(x)]
+        params = [(ctypes.c_uint64 * 16)(x[1] if isinstance(x, tuple) else x) for x in given]
+        self.sizes = [128 if isinstance(x, tuple) else 8 for x in given]
         self.kept += params
         found = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         yield driver._NodeParams(function=len(self.launches), params=found)
@@ -264,7 +269,7 @@ class FakeDriver(driver.Driver):
     def launch(self, function: int, *others: int) -> int:
         *_, stream, params, _ = others
         log, template = LOGS[-1], list(self.launches[function - 1])
-        numbers = [place for place, x in enumerate(template) if type(x) in (int, tuple)]
+        numbers = [place for place, x in enumerate(template) if is_param(x)]
         for place, param in zip(numbers, (ctypes.c_uint64 * len(numbers)).from_address(params), strict=True):
             x, got = template[place], log.place(ctypes.c_int64.from_address(param).value)
             template[place] = ("box", got, *x[2:]) if isinstance(x, tuple) else got
@@ -420,6 +425,20 @@ def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: p
             assert now <= place if line[0] == "empty" else now >= place
 
 
+def test_a_pass_in_fp8_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels write the zeros of sums, and a section frees nothing before the next one allocates."""
+    known = FakeDriver()
+    for module in (recorder, repeated_launch, step_lists, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):  # without NaN
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    calls = Calls(Case("hopper_fp8_all", num_sections=2))
+    for _ in range(5):
+        calls.log(1, repeat=True)
+    made = [entry for entry, _ in calls.memory._cache._entries.values() if isinstance(entry, tape.Tape)]
+    assert [sum(step.__qualname__.startswith("issue_step") for step in each.steps) for each in made] == [1, 1]
+
+
 def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
     """Later calls may give two."""
     made = tape.Tape(())
@@ -480,7 +499,7 @@ def test_a_recorded_call_keeps_no_tensor() -> None:
 
 def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "Driver", mock.Mock(side_effect=FileNotFoundError("no gcc")))
-    with pytest.warns(UserWarning, match="issued by Python, .* got FileNotFoundError: no gcc"):
+    with pytest.warns(UserWarning, match="Python issues the work of calls, .* got FileNotFoundError: no gcc"):
         assert driver.driver.__wrapped__() is None
 
 

@@ -54,12 +54,12 @@ def test_one_host_with_peer_access() -> None:
     "place, got",
     [
         (["host1", "gpu2", []], "hosts ['host0', 'host1']"),
-        (["host0", "gpu1", []], "3 ranks with 2 GPUs"),
-        (["host0", "gpu2", ["gpu0"]], "no access from ranks [2]"),
+        (["host0", "gpu1", []], "3 ranks on 2 GPUs"),
+        (["host0", "gpu2", ["gpu0"]], "ranks [2] have no peer access"),
     ],
 )
 def test_refused_elsewhere(place: list, got: str) -> None:
-    with pytest.raises(RuntimeError, match="copy_engine.* must have all ranks .*use 'nccl'") as error:
+    with pytest.raises(RuntimeError, match="copy_engine.* must have each rank on another GPU .*use 'nccl'") as error:
         copy_engine._check_locations([*HERE, place])
     assert got in str(error.value)
 
@@ -177,7 +177,7 @@ def test_each_host_is_checked() -> None:
         memory = copy_engine.CopyEngine(group, 1000, HostSplit(2, 2))
         assert (memory.rank, memory.members, memory._mapping[0]) == (1, (2, 3), "of (2, 3)")
         places[0][2] = ["gpu1"]
-        with pytest.raises(copy_engine.OutOfReach, match=r"no access from ranks \[0\]"):
+        with pytest.raises(copy_engine.OutOfReach, match=r"ranks \[0\] have no peer access"):
             copy_engine.CopyEngine(group, 1000, HostSplit(2, 2))
 
 
@@ -414,7 +414,7 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     ) -> int:  # fmt: skip
         x: Any = mock.Mock(device=torch.device("cuda", 0), shape=(1, 8, 2, 8), dtype=torch.bfloat16)
         x.stride.return_value, x.data_ptr.return_value = (stride,), address
-        plan.plan_or_reuse(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
+        plan.plan_of(CallInputs(x, x, x, documents, CallOptions(group, causal), flags))  # type: ignore[arg-type]
         return len(made)
 
     assert [ask(), ask(), ask(address=32), ask(stride=9), ask(address=2), ask(flags=7)] == [1, 1, 1, 2, 3, 4]

@@ -168,7 +168,7 @@ def test_every_rank_names_who_waits_for_what() -> None:
         text = rank.watch.stalled
         assert "ring attention over copy_engine made no progress for 600 s: rank 0 has been waiting" in text
         assert "s for section 2 in backward call 2; " in text
-        assert "; rank 1 has not begun call 2 (its last, forward call 1, is done); " in text
+        assert "; rank 1 has not begun call 2 (its previous call, forward call 1, has ended); " in text
         assert " s for all ranks to begin in backward call 2; " in text
         assert "; rank 3 does not answer: it has died, or its host is stuck; " in text
         assert "ringflash.set_timeout raises the limit" in text
@@ -176,7 +176,7 @@ def test_every_rank_names_who_waits_for_what() -> None:
 
     first = world.ranks[2].said  # who found it says so before it asks
     assert len(first) == 2
-    assert "rank 2 has been waiting 600 s for all ranks to begin in backward call 2; asking the other ranks" in first[0]
+    assert "rank 2 has been waiting 600 s for all ranks to begin in backward call 2; it asks" in first[0]
     assert [rank.ends for rank in world.ranks] == [[thread.END_S]] * 3 + [[]]
     with pytest.raises(RingStalled, match="rank 3 does not answer"):
         world.ranks[1].begin()
@@ -188,7 +188,7 @@ def test_rank_outside_the_ring_has_two_numbers() -> None:
     world.ranks[0].issue(1)
     world.run(TIMEOUT_S + 5)
     assert "rank 0 (4) has been waiting" in world.ranks[1].watch.stalled
-    assert "rank 1 (5) has not begun call 1 (it has made none)" in world.ranks[0].watch.stalled
+    assert "rank 1 (5) has not begun call 1 (it has made no call)" in world.ranks[0].watch.stalled
 
 
 def test_progress_is_no_stall() -> None:
@@ -227,7 +227,7 @@ def test_busy_host_of_another_rank_is_named() -> None:
     world.ranks[0].issue(1)
     with world.ranks[1].begin():
         world.run(TIMEOUT_S + 5)
-    assert "rank 1 is still issuing forward call 1: its host is busy" in world.ranks[0].watch.stalled
+    assert "rank 1 is still issuing forward call 1, so its host is busy" in world.ranks[0].watch.stalled
 
 
 def test_what_is_gone_is_not_judged() -> None:
@@ -371,7 +371,7 @@ def test_report_begins_with_ranks_at_fault() -> None:
     states = thread._states(names, answers, {50: "GPU 2 of node6"})
     assert states[0] == "rank 40 has not begun call 2"
     assert states[1] == "rank 50 on GPU 2 of node6 does not answer: it has died, or its host is stuck"
-    assert len(states) == 33 and states[-1] == "32 more ranks, of which 62 wait in all"
+    assert len(states) == 33 and states[-1] == "and 32 more ranks; 62 of all 64 wait for others"
 
 
 def test_a_store_that_never_answers_is_given_up() -> None:
@@ -420,7 +420,7 @@ def test_failed_device_is_said_once() -> None:
     assert len(broken.said) == 1 and not broken.ends
     waiting.issue(1)
     world.run(TIMEOUT_S + 5)
-    told = "rank 0 lost its device (CUDA error 719) while waiting for all ranks to begin in forward call 2"
+    told = "rank 0 lost its device (CUDA error 719) while it waited for all ranks to begin in forward call 2"
     assert told in waiting.watch.stalled
     assert broken.watch.stalled == waiting.watch.stalled
 
@@ -435,7 +435,9 @@ def test_a_device_may_fail_between_two_places() -> None:
         rank.look()
     start.error = DeviceLost("CUDA error 700")
     rank.look()
-    assert rank.said == ["rank 0 lost its device (CUDA error 700) while waiting in forward call 1 over copy_engine"]
+    assert rank.said == [
+        "ring attention over copy_engine: rank 0 lost its device (CUDA error 700) while it waited in forward call 1"
+    ]
 
 
 def broken_world() -> tuple[World, list[Messages]]:
@@ -454,7 +456,7 @@ def test_what_nccl_lost_is_named_at_once() -> None:
     assert world.is_quiet()
     channels[0].broken = channels[1].broken = True
     world.run(8)
-    lost = "lost NCCL (see its log) while waiting for all ranks to begin in forward call 1"
+    lost = "lost its NCCL connection (see NCCL's log) while it waited for all ranks to begin in forward call 1"
     for rank in world.living:
         report = rank.said[-1]
         assert report.startswith("ring attention over nccl lost the connection to a rank: rank 0 " + lost), report
@@ -471,8 +473,8 @@ def test_nccl_may_be_lost_between_two_calls() -> None:
     channels[0].broken = True
     world.run(8)
     report = world.ranks[0].said[-1]
-    assert "rank 0 lost NCCL (see its log) while waiting before call 2; rank 1 does not answer: it has died" in report
-    assert "or it is in no call; " in report
+    assert "rank 0 lost its NCCL connection (see NCCL's log) while it waited before call 2; " in report
+    assert "; rank 1 does not answer: it has died" in report and "or it is in no call; " in report
 
 
 def test_error_of_nccl_names_the_ranks() -> None:
@@ -483,8 +485,9 @@ def test_error_of_nccl_names_the_ranks() -> None:
         with caller.begin("backward", channels[0]):
             raise cause
     lost = (
-        "rank 0 lost NCCL (Connection closed by remote peer there<1>) while waiting for all ranks to begin in forward"
+        "rank 0 lost its NCCL connection (Connection closed by remote peer there<1>) while it waited for all ranks to "
     )
+    lost += "begin in forward"
     assert lost in str(caught.value) and caught.value.__cause__ is cause
     assert caller.said[-1] == str(caught.value) and len(caller.ends) == 1
     assert all(lost in rank.said[-1] for rank in world.living)

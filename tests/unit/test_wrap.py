@@ -30,7 +30,7 @@ def call(model: nn.Module) -> torch.Tensor:
         ),
         (nn.Embedding(2, 2, scale_grad_by_freq=True), r"layers\.0 must not have scale_grad_by_freq or max_norm, got"),
         (nn.Embedding(2, 2, max_norm=1.0), r"layers\.0 must not have .* max_norm=1\.0, which depend on all tokens"),
-        (SET, r"layers\.0\.forward must be that of its class"),
+        (SET, r"layers\.0\.forward must be the method of its class"),
         (
             torch.compile(nn.Linear(2, 2)),
             r"layers\.0 must not be compiled yet, got a module of torch\.compile; compile",
@@ -130,5 +130,5 @@ def test_layers_compiled_one_by_one_share_their_code() -> None:
 
 
 def test_check_wrapped_wants_a_wrapped_module() -> None:
-    with pytest.raises(ValueError, match="module must be wrapped, got Silent as it was"):
+    with pytest.raises(ValueError, match="module must be wrapped, got Silent, which is not"):
         ringflash.check_wrapped(Silent(), lambda group: None)

@@ -29,8 +29,10 @@ class Problem(NamedTuple):
 
     Args:
         heads_per_group: query heads whose tiles are launched together, because their K/V fit in the L2 cache.
+        heads_at_last: heads of the last group; all others are whole groups.
         num_row_tiles, num_tiles: tiles of a head, and of all heads and sequences.
         lower, upper: of a band: row i sees the keys from i + lower to i + upper.
+        split, jump: of two bands: rows from `split` on see `jump` more keys.
         lse_stride_b, lse_stride_h: elements.
         scale: softmax_scale * log2(e).
     """
@@ -40,10 +42,13 @@ class Problem(NamedTuple):
     num_heads: int
     heads_per_kv: int
     heads_per_group: int
+    heads_at_last: int
     num_row_tiles: int
     num_tiles: int
     lower: int
     upper: int
+    split: int
+    jump: int
     lse_stride_b: int
     lse_stride_h: int
     scale: float
@@ -123,11 +128,12 @@ def place_of(ticket, problem):
 
     If a tile has several heads, heads are counted in these.
     """
+    last = problem.num_tiles - problem.heads_at_last * problem.num_row_tiles
     per_group = problem.heads_per_group * problem.num_row_tiles
-    group = ticket // per_group
-    rest = ticket - group * per_group
-    rank = rest // problem.heads_per_group
-    batch_head = group * problem.heads_per_group + rest - rank * problem.heads_per_group
+    first = gl.where(ticket < last, ticket // per_group * per_group, last)
+    heads = gl.where(ticket < last, problem.heads_per_group, problem.heads_at_last)
+    rank = (ticket - first) // heads
+    batch_head = first // problem.num_row_tiles + ticket - first - rank * heads
     batch = batch_head // problem.num_heads
     return batch, batch_head - batch * problem.num_heads, rank
 
@@ -139,6 +145,15 @@ def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
     entry = pointers.table + rank * 4
     num_stretches = gl.load(entry + 2)
     return gl.load(entry) * V.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+
+
+@gluon.jit
+def stop_of(rows, problem, V: gl.constexpr):
+    """Return the key after the last one of the band that a row sees."""
+    stop = rows + problem.upper + 1
+    if V.mask == "bands":
+        stop = gl.where(rows < problem.split, stop, stop + problem.jump)
+    return stop
 
 
 @gluon.jit
@@ -160,12 +175,12 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         last_start = first_key
         first_stop = problem.seqlen_k
         end_key = problem.seqlen_k
-    elif V.mask == "band":
+    elif V.is_band:
         last_row = gl.minimum(row + ROWS, problem.seqlen_q) - 1
         first_key = gl.maximum(row + problem.lower, 0)
-        end_key = gl.minimum(last_row + problem.upper + 1, problem.seqlen_k)
+        end_key = gl.minimum(stop_of(last_row, problem, V), problem.seqlen_k)
         last_start = gl.minimum(row + FIRST + COUNT - 1, last_row) + problem.lower
-        first_stop = gl.minimum(row + FIRST + problem.upper + 1, problem.seqlen_k)
+        first_stop = gl.minimum(stop_of(row + FIRST, problem, V), problem.seqlen_k)
     else:
         entry = pointers.table + rank * 8
         row = gl.load(entry) * V.rows
@@ -178,9 +193,9 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
     num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
     first_seen = num_blocks * 0
     end_seen = num_blocks
-    if V.mask == "band" and V.tiles.skips:
+    if V.is_band and V.tiles.skips:
         own_last_row = gl.minimum(row + FIRST + COUNT - 1, last_row)
-        own_end_key = gl.where(row + FIRST <= last_row, own_last_row + problem.upper + 1, 0)
+        own_end_key = gl.where(row + FIRST <= last_row, stop_of(own_last_row, problem, V), 0)
         end_seen = gl.minimum((gl.maximum(own_end_key - first_key, 0) + BN - 1) // BN, num_blocks)
         first_seen = gl.minimum(gl.maximum(row + FIRST + problem.lower - first_key, 0) // BN, end_seen)
     first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, end_seen)
@@ -194,9 +209,9 @@ def visible_keys(rows, problem, pointers, V: gl.constexpr):
     if V.mask == "none":
         start = rows * 0
         stop = start + problem.seqlen_k
-    elif V.mask == "band":
+    elif V.is_band:
         start = rows + problem.lower
-        stop = gl.minimum(rows + problem.upper + 1, problem.seqlen_k)
+        stop = gl.minimum(stop_of(rows, problem, V), problem.seqlen_k)
     elif V.mask == "ends":  # see `hide`
         start = 0
         stop = 0

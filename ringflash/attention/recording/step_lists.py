@@ -86,11 +86,11 @@ def repeated_steps(
     shared = {x.event: new_event(x.stream) for x in records if x.event not in seen_by_host}
     cuda_driver = driver()
     if cuda_driver is not None:
-        return list(_in_lists(recorded, shared, cuda_driver, areas, current))
+        return list(_steps_in_lists(recorded, shared, cuda_driver, areas, current))
     return [x.step(shared.get(x.event)) if isinstance(x, RecordedEvent) else x.step for x in recorded]
 
 
-def _in_lists(
+def _steps_in_lists(
     recorded: Sequence[RecordedStep | RecordedEvent],
     shared: dict[int, torch.cuda.Event],
     cuda_driver: Driver,
@@ -116,15 +116,15 @@ def _in_lists(
                 freed.add(x.stream)
         elif x.role is not Role.ENTER:
             if not (x.role is Role.EARLY or x.role is Role.ALLOCATE and x.stream not in freed):
-                yield from _list_of(cuda_driver, commands, late)
+                yield from _command_list(cuda_driver, commands, late)
                 commands, late, freed = [], [], set()
             if x.stream is not None and x.stream != current:
                 current = x.stream
                 yield enter_step(areas, current)
             yield x.step
-    yield from _list_of(cuda_driver, commands, late)
+    yield from _command_list(cuda_driver, commands, late)
 
 
-def _list_of(cuda_driver: Driver, commands: list[Command], late: list[Step]) -> list[Step]:
+def _command_list(cuda_driver: Driver, commands: list[Command], late: list[Step]) -> list[Step]:
     """Return the step that issues commands, if there are any, and the late steps that follow it."""
     return [issue_step(cuda_driver, commands), *late] if commands else late

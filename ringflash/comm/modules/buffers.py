@@ -55,11 +55,11 @@ class ChangedBuffers:
         unequal = [name for name, checksums in zip(everywhere, of_ranks, strict=True) if len(set(checksums)) > 1]
         if unequal:
             raise ValueError(
-                "buffers that a training forward changes must be equal on all ranks of a ring, which hold different "
-                f"tokens, got different values of {', '.join(unequal[:3])}{' and others' * (len(unequal) > 3)}; sum "
+                "buffers that a training forward changes must be equal on all ranks of a ring, got different values of "
+                f"{', '.join(unequal[:3])}{' and others' * (len(unequal) > 3)}; each rank has other tokens, so sum "
                 "what they are computed from over the ring, by torch.distributed.all_reduce(counts, group=group) with "
-                "the ring's group (in Lightning self.trainer.strategy.cp_group), or register what is meant to differ "
-                "with persistent=False."
+                "the ring's group (in Lightning self.trainer.strategy.cp_group), or register a buffer that is meant "
+                "to differ with persistent=False."
             )
 
 

@@ -29,7 +29,7 @@ from ringflash.comm.group import Group, resolve
 
 _REMEDY = (
     "shard the layer that calls it as one unit, so that its parts are gathered together, or call each unit on every "
-    "rank, on no tokens if it has none"
+    "rank, with an empty input if the rank has no tokens for it"
 )
 
 

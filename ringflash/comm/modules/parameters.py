@@ -58,12 +58,12 @@ class EqualParameters:
         names = sorted({name for rank in of_ranks for name in rank})
         unequal = [name for name in names if len({rank.get(name) for rank in of_ranks}) > 1]
         raise ValueError(
-            "parameters must be equal on all ranks of a ring, which compute parts of one model's result, got different "
-            f"values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike before the "
-            "model is made, load checkpoints on all of them, and average gradients over all ranks, those of a ring "
-            "included (ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, "
-            "strategy.shard_parameters). Of a parameter that is meant to differ, as that of an expert that other ranks "
-            "do not have, set parameter.allreduce = False."
+            "parameters must be equal on all ranks of a ring, because the ranks compute parts of one result, got "
+            f"different values of {', '.join(unequal[:3])} ({len(unequal)} of {len(names)}); seed all ranks alike "
+            "before the model is made, load checkpoints on all of them, and average gradients over all ranks, also "
+            "over those of a ring (ringflash.average_gradients, DDP, FSDP2 without a mesh, or, in Lightning, "
+            "strategy.shard_parameters). If a parameter is meant to differ, for example of an expert that only one "
+            "rank has, set parameter.allreduce = False."
         )
 
     def compare(
@@ -98,8 +98,8 @@ class EqualParameters:
         if len(set(map(len, of_ranks))) == 1 and len(set(map(tuple, of_ranks))) > 1:
             raise ValueError(
                 "the sequences that shard_sequence cuts must be the same on all ranks of a ring, because each takes a "
-                "part of them, got different ones; split data over rings, not over all ranks (DistributedSampler with "
-                "num_replicas and rank of the data axis), and seed random draws alike on the ranks of a ring."
+                "part of them, got different sequences; split data over rings, not over all ranks (DistributedSampler "
+                "with num_replicas and rank of the data axis), and seed random draws alike on the ranks of a ring."
             )
 
 

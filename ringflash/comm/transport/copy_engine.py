@@ -202,9 +202,9 @@ def _check_locations(locations: list) -> None:
     isolated = [rank for rank, (_, _, strangers) in enumerate(locations) if set(strangers) & set(devices)]
     if len(hosts) > 1 or len(set(devices)) < len(devices) or isolated:
         raise OutOfReach(
-            "transport 'copy_engine' must have all ranks of the group on one host, on GPUs of their own with peer "
-            f"access, got {len(locations)} ranks with {len(set(devices))} GPUs on hosts {hosts}, no access from ranks "
-            f"{isolated}; use 'nccl'."
+            "transport 'copy_engine' must have each rank on another GPU of one host, with peer access between them, "
+            f"got {len(locations)} ranks on {len(set(devices))} GPUs of hosts {hosts}, of which ranks {isolated} have "
+            "no peer access; use 'nccl'."
         )
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
-from ringflash.comm.timeouts import device_timeout, timeout, within
+from ringflash.comm.timeouts import describe_timeout, device_timeout, timeout
 
 TAG = int.from_bytes(b"ring")  # differs from torch's default 0, which the caller's messages in the same group have
 
@@ -59,7 +59,7 @@ class Pending:
             try:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             except RuntimeError as cause:
-                raise _peer_error(f"{what} did not finish{within(self._timeout, begun)}", cause) from cause
+                raise _peer_error(f"{what} did not finish{describe_timeout(self._timeout, begun)}", cause) from cause
 
 
 def _peer_error(event: str, cause: RuntimeError) -> RuntimeError:

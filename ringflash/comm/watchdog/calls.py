@@ -173,13 +173,13 @@ class CallQueue:
     def state(self, now: float) -> str:
         """Describe what this rank is doing."""
         if not self.calls:
-            last = f"its last, {self.last}, is done" if self.last else "it has made none"
+            last = f"its previous call, {self.last}, has ended" if self.last else "it has made no call"
             return f"has not begun call {self.num_calls + 1} ({last})"
         wait = self.calls[0].describe_wait()
         return (
             f"{WAITS} {now - self.last_progress:.0f} s {wait}"
             if wait
-            else f"is still issuing {self.calls[0]}: its host is busy"
+            else f"is still issuing {self.calls[0]}, so its host is busy"
         )
 
     def _drop(self, calls: list[CallInFlight]) -> None:

@@ -48,7 +48,7 @@ class WatchdogStore:
         self._ask_after = float("-inf")
         if location:
             with suppress(StoreGone):
-                self._within(0.0, lambda: self._connect().set(_location_key(self.rank), location))
+                self._run_with_limit(0.0, lambda: self._connect().set(_location_key(self.rank), location))
 
     def is_open(self) -> bool:
         """Return True if the group has not been destroyed."""
@@ -64,7 +64,7 @@ class WatchdogStore:
             return ""
         self._ask_after = now + ASK_EVERY_S
         try:
-            return self._within(0.0, self._question)
+            return self._run_with_limit(0.0, self._question)
         except StoreGone:
             self._store, self._ask_after = None, now + _RETRY_S
             return ""
@@ -106,7 +106,7 @@ class WatchdogStore:
             collected.update(answers=answers, locations=locations)
             store.set(_ANSWERS, json.dumps(collected))
 
-        self._within(ANSWER_S, exchange)
+        self._run_with_limit(ANSWER_S, exchange)
         answers, locations = (
             {int(rank): text for rank, text in collected[key].items()} for key in ("answers", "locations")
         )
@@ -125,7 +125,7 @@ class WatchdogStore:
             self._store = dist.PrefixStore("ringflash/watch", store.clone())  # type: ignore[attr-defined]
         return self._store
 
-    def _within(self, seconds: float, request: Callable[[], T]) -> T:
+    def _run_with_limit(self, seconds: float, request: Callable[[], T]) -> T:
         """Return the result of a request that may take `seconds`; raise StoreGone if it fails or takes longer."""
         results: list[T] = []
         errors: list[Exception] = []

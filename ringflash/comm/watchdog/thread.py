@@ -129,7 +129,9 @@ class Watchdog:
             if gap > queue.timeout / 2 or (serials and queue.follows(min(serials))):
                 queue.last_progress = now
             if isinstance(transport, PointToPoint) and transport.is_broken():
-                watched.lost = f"lost NCCL (see its log) while waiting {watched.queue.describe_wait()}"
+                watched.lost = (
+                    f"lost its NCCL connection (see NCCL's log) while it waited {watched.queue.describe_wait()}"
+                )
                 return self._report(watched, now, _LOST_CONNECTION)
             if not watched.lost and queue.is_stalled(now):
                 return self._report(watched, now)
@@ -147,8 +149,8 @@ class Watchdog:
             return watched.queue.poll(self._event_query(watched.device), now)
         except DeviceLost as error:
             queue = watched.queue
-            watched.lost = f"lost its device ({error}) while waiting {queue.describe_wait()}"
-            self.say(f"{watched.names[queue.rank]} {watched.lost} over {queue.transport}")
+            watched.lost = f"lost its device ({error}) while it waited {queue.describe_wait()}"
+            self.say(f"ring attention over {queue.transport}: {watched.names[queue.rank]} {watched.lost}")
             return None
 
     def _event_query(self, device: torch.device) -> HasEnded:
@@ -164,7 +166,7 @@ class Watchdog:
             RingStalled: with the report.
         """
         cause = str(error).strip().rpartition("\n")[2]
-        watched.lost = f"lost NCCL ({cause}) while waiting {watched.queue.describe_wait()}"
+        watched.lost = f"lost its NCCL connection ({cause}) while it waited {watched.queue.describe_wait()}"
         self._report(watched, self.clock(), _LOST_CONNECTION)
         raise RingStalled(self.stalled) from error
 
@@ -188,7 +190,7 @@ class Watchdog:
         queue, names = watched.queue, watched.names
         own = watched.lost or queue.state(now)
         event = why or f"ring attention over {queue.transport} made no progress for {queue.timeout:.0f} s:"
-        self.say(f"{event} {names[queue.rank]} {own}; asking the other ranks")
+        self.say(f"{event} {names[queue.rank]} {own}; it asks the other ranks what they wait for")
         try:
             answers, locations = watched.store.exchange(event, own, self.clock, self.pause)
             states = _states(names, answers, locations, _SILENT_OR_IDLE if event == _LOST_CONNECTION else _SILENT)
@@ -248,7 +250,7 @@ def _states(names: list[str], answers: dict[int, str], locations: dict[int, str]
     waiting = [state for rank, state in enumerate(states) if answers.get(rank, "").startswith(WAITS)]
     others = [state for state in states if state not in waiting]
     shown = (others + waiting)[:SHOWN_RANKS]
-    return [*shown, f"{len(names) - len(shown)} more ranks, of which {len(waiting)} wait in all"]
+    return [*shown, f"and {len(names) - SHOWN_RANKS} more ranks; {len(waiting)} of all {len(names)} wait for others"]
 
 
 def _end(seconds: float) -> None:

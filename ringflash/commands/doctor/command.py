@@ -152,10 +152,11 @@ def _between_hosts(found: dict[str, Any], error: str, ring: dict[str, Any]) -> I
     hosts, lanes = ring["hosts"], ring["lanes"]
     what = f"ring over {len(hosts)} hosts"
     if error:
-        yield fault(what, error, "NCCL_DEBUG=INFO names what it uses; NCCL_SOCKET_IFNAME, NCCL_IB_HCA (docs/launch.md)")
+        remedy = "NCCL_DEBUG=INFO prints what NCCL uses; NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose it (docs/launch.md)"
+        yield fault(what, error, remedy)
         return
     who = f"{lanes} GPUs of each host at once" if lanes > 1 else "one GPU of each host"
-    remedy = "a 100 Gb/s NIC gives 12: NCCL_IB_HCA, GPUDirect RDMA (docs/hosts.md)"
+    remedy = "a NIC of 100 Gb/s gives 12 GB/s: set NCCL_IB_HCA, check GPUDirect RDMA (docs/hosts.md)"
     yield from _exchanges(found, what, who, {"nccl": _SLOW_NIC_GBYTES}, remedy)
     for transport, exchange in found["exchanges"].items():
         slow = [
@@ -164,7 +165,7 @@ def _between_hosts(found: dict[str, Any], error: str, ring: dict[str, Any]) -> I
             if speed < _SLOW_LANE * statistics.median(exchange["each"])
         ]
         if slow:
-            shown = f"slower than the others in GB/s, receiving: {', '.join(slow)}"
+            shown = f"receive more slowly than the others, GB/s: {', '.join(slow)}"
             yield warning(f"{what}, {transport}, slow", shown, "test its NIC, cable and PCIe link, and the sender's")
 
 
@@ -173,9 +174,7 @@ def _exchanges(found: dict[str, Any], what: str, who: str, slow: dict[str, float
     for transport, exchange in found["exchanges"].items():
         shown = f"{exchange['gbytes_per_second']:.1f} GB/s each way{', ' if who else ''}{who}"
         if not exchange["right"]:
-            yield fault(
-                f"{what}, {transport}", "other values than were sent", "do not train here: test links and memory"
-            )
+            yield fault(f"{what}, {transport}", "the data arrived changed", "do not train here: test links and memory")
         elif exchange["gbytes_per_second"] < slow.get(transport, 0.0):
             yield warning(f"{what}, {transport}", shown, remedy)
         else:

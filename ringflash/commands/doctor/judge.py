@@ -140,17 +140,17 @@ def links(facts: Facts) -> Iterator[Finding]:
 
 
 _HURTS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "NCCL_P2P_DISABLE": (lambda x: x != "0", "messages leave NVLink; unset it"),
+    "NCCL_P2P_DISABLE": (lambda x: x != "0", "messages do not use NVLink; unset it"),
     "NCCL_SHM_DISABLE": (lambda x: x != "0", "messages between GPUs without peer access go over the network; unset it"),
     "NCCL_IB_DISABLE": (
         lambda x: x != "0",
         "messages between hosts go over sockets; unset it where there is InfiniBand",
     ),
-    "NCCL_ALGO": (lambda x: True, "NCCL chooses by size; unset it"),
-    "NCCL_PROTO": (lambda x: True, "NCCL chooses by size; unset it"),
+    "NCCL_ALGO": (lambda x: True, "NCCL would choose by message size; unset it"),
+    "NCCL_PROTO": (lambda x: True, "NCCL would choose by message size; unset it"),
     "NCCL_DEBUG": (lambda x: x.upper() == "TRACE", "every call is written; use INFO or WARN"),
     "CUDA_LAUNCH_BLOCKING": (lambda x: x != "0", "the host waits for every kernel, so that nothing overlaps; unset it"),
-    "TORCH_DISTRIBUTED_DEBUG": (lambda x: x.upper() == "DETAIL", "every collective is checked by another; use INFO"),
+    "TORCH_DISTRIBUTED_DEBUG": (lambda x: x.upper() == "DETAIL", "a second collective checks each one; use INFO"),
     "TORCH_NCCL_BLOCKING_WAIT": (lambda x: x != "0", "the host waits for every message; unset it"),
 }
 
@@ -166,22 +166,23 @@ def environment(facts: Facts) -> Iterator[Finding]:
         remedy = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; long sequences leave large holes"
         yield warning("environment", "no expandable segments", remedy)
     elif not found:
-        yield ok("environment", "no variable that hurts")
+        yield ok("environment", "no harmful variable")
     if int(here.get("WORLD_SIZE", "1")) > 1 and "OMP_NUM_THREADS" not in here:
-        yield warning("environment", "OMP_NUM_THREADS unset", "torchrun sets 1; give each rank its share of the cores")
+        remedy = "torchrun sets it to 1; set it to a rank's share of the cores"
+        yield warning("environment", "OMP_NUM_THREADS unset", remedy)
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
     """Check the limits of the operating system."""
     shared = facts["shared_memory_bytes"]
     if shared < _GIB:
-        yield warning(
-            "/dev/shm", f"{shared / _GIB:.2f} GiB", "NCCL and data loaders want 1 GiB: docker run --shm-size 16g"
-        )
+        remedy = "NCCL and data loaders need 1 GiB or more: use docker run --shm-size 16g"
+        yield warning("/dev/shm", f"{shared / _GIB:.2f} GiB", remedy)
     else:
         yield ok("/dev/shm", f"{shared / _GIB:.0f} GiB")
     if 0 <= facts["open_files"] < 4096:
-        yield warning("open files", str(facts["open_files"]), "ulimit -n 65536: token files and sockets are files")
+        remedy = "run ulimit -n 65536: token files and sockets count as files"
+        yield warning("open files", str(facts["open_files"]), remedy)
     else:
         yield ok("open files", str(facts["open_files"]))
 

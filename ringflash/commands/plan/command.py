@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ringflash.comm.mesh import mesh_sizes
 from ringflash.commands.console import console
-from ringflash.commands.overlays import check_keys, lay_over
+from ringflash.commands.overlays import lay_over
 from ringflash.commands.plan.job import GIB, GPUS, Machine, Rates, TrainingJob
 from ringflash.commands.plan.memory import host_bytes, worst_moment
 from ringflash.commands.plan.model_shape import ModelShape, model_of
@@ -136,7 +136,6 @@ def read_recipe(paths: list[Path]) -> dict[str, Any]:
             recipe = lay_over(recipe, dict(yaml.safe_load(path.read_text())))
         except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ValueError(f"{path} must be a recipe, got {error}; see recipes/lightning.") from error
-    check_keys(recipe)
     return recipe
 
 
@@ -197,8 +196,8 @@ def _arguments_of(strategy: object) -> dict[str, Any]:
     name, arguments = str(named.get("class_path")), named.get("init_args") or {}
     if "deepspeed" in name.lower():
         raise NotImplementedError(
-            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; ZeRO below stage 3 keeps "
-            "weights whole on every GPU. Leave that recipe out for stage 3, which shards them as FSDP2 does."
+            f"trainer.strategy must be ContextParallelStrategy for a plan, got {name}; for ZeRO-3, which shards "
+            "weights as FSDP2 does, leave that recipe out. Lower stages keep whole weights, and cannot be planned."
         )
     if (copies := arguments.get("replicate_size", 1)) != 1:
         raise NotImplementedError(

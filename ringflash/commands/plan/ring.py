@@ -87,16 +87,20 @@ class Ring:
         """Bytes of an element of K or V in transfer; in FP8 a key and its value share one byte of scales."""
         return 1 + 1 / (2 * self.model.kv_dim) if self.in_fp8 else BF16
 
+    @property
+    def gather_transport(self) -> str:
+        """Transport of the all-gather of K/V."""
+        return "nccl" if self.on_network else "copy_engine"
+
     @cached_property
     def blocks(self) -> tuple[int, ...]:
         """Number of ranks of each block, whose keys are gathered together."""
-        name = "nccl" if self.on_network else "copy_engine"
-        return choose_blocks(self.sizes, self.cp_size, name)
+        return choose_blocks(self.sizes, self.cp_size, self.gather_transport)
 
     @cached_property
     def sections(self) -> Sections:
         """Number of KV heads of each section, which are gathered together."""
-        return choose_sections(self.sizes, len(self.blocks))
+        return choose_sections(self.sizes, len(self.blocks), self.gather_transport)
 
 
 def ring_of(job: TrainingJob, machine: Machine) -> Ring:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backwa
 from ringflash_kernels.hopper.backward.wide import backward_wide
 from ringflash_kernels.hopper.compat import TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
-from ringflash_kernels.hopper.forward.host import count_sms
+from ringflash_kernels.hopper.forward.host import FEW_WAVES, count_sms, last_group, second_band
 from ringflash_kernels.hopper.launcher import Launcher
 from ringflash_kernels.hopper.walks import LONG_WALK, Walks, has_begins, limits, walks
 from ringflash_kernels.mask import Mask, Region, upload
@@ -42,7 +41,6 @@ _SHORT_ROWS, _ROWS_TOGETHER = 2048, 8192
 # In a fixed order, tiles of one head wait for one another, so more heads run concurrently. With more than 16 heads, too
 # few tiles of each run at a time to share Q and dO in L2.
 _ORDERED_ROWS_PER_SECTION, _ORDERED_HEADS_PER_SECTION = 2**18, 16
-_FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
 _LONG_TILE = 0.25  # of the blocks that each SM visits
 _HEADS_TOGETHER = 8  # so 16 tiles of each run at a time, and read the same rows from L2
 _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of them that is masked
@@ -54,7 +52,7 @@ _BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are d
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 HELD_QUERIES = 128  # per CTA of `backward_queries`
 
-_NO_ASIDE = (None,) * 20
+_NO_PASSES = (None,) * 20
 
 _KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
 
@@ -194,6 +192,14 @@ class HopperBackward:
         """Return whether CTAs of `backward_keys` draw their tiles because of a window; other tables lost 0 to 3%."""
         return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
 
+    def _is_drawn(self, hop: HopRectangle, group: int, accumulate: bool) -> bool:
+        """Return whether CTAs of `backward_keys` draw tiles of single heads: entering and leaving one takes 10 steps.
+
+        In a ring, only short tiles that are stored: a kernel for another rank may get an SM when a CTA ends.
+        """
+        drawn = group == 1 and self.tiles.columns == 256 and not (self.ordered or hop.has_bounds)
+        return drawn and (self._only_dq is not None or (self._is_short(hop, group) and not accumulate))
+
     def _is_short(self, hop: HopRectangle, group: int) -> bool:
         """Return whether tiles are of single short heads, without bounds and in any order."""
         short = max(hop.num_rows, hop.num_keys) <= _SHORT_ROWS
@@ -239,7 +245,7 @@ class HopperBackward:
         heads_together = max(heads_together, tables.heads_together)
         num_tiles = tables.num_walks or -(-hop.num_keys // tiles.block_n)
         at_last = () if tiles.wide else (heads_together,)
-        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= _FEW_WAVES * SMS:
+        if not (tiles.wide or self.ordered or hop.has_bounds) and num_tiles * num_groups <= FEW_WAVES * SMS:
             at_last = (heads_at_last(hop._replace(bounds=()), tiles.block_n, num_groups, group, heads_together),)
         num_works = num_tiles * num_groups
         queries = self._queries(hop.q_start, hop.q_stop)
@@ -284,28 +290,27 @@ class HopperBackward:
                 rows = -(-len(summed) // tiles.block_n) * tiles.block_n
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
-            early = beside = self._is_early(hop)
-            if self._is_short(hop, group) and not accumulate and tiles.columns == 256:
-                early = True  # entering and leaving a tile takes as long as 10 steps, of which it has 9 to 17
-            aside = self._aside(num_groups // heads_together, heads_together * group) if beside else None
+            beside = self._is_early(hop)
+            early = beside or self._is_drawn(hop, group, accumulate)
+            passes = self._row_passes(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             _KEYS(
-                (*variant, early, aside is not None), min(num_works, count_sms(k.device)) if early else num_works,
+                (*variant, early, passes is not None), min(num_works, count_sms(k.device)) if early else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
-                self.drawn if early else self.clock, *(aside or _NO_ASIDE), *scales,
+                self.drawn if early else self.clock, *(passes or _NO_PASSES), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
                 ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
                 TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early,
-                ASIDE=aside is not None, **choices,
+                PASSES=passes is not None, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
 
-    def _aside(self, sections: int, heads: int) -> tuple | None:
-        """Prepare the first of several sections of heads; return the arguments of `Aside`, which does the others.
+    def _row_passes(self, sections: int, heads: int) -> tuple | None:
+        """Prepare the first of several sections of heads; return the arguments of `RowPasses`, which does the others.
 
         None if there is one section, or if all heads are prepared.
         """
@@ -448,19 +453,28 @@ def _is_cut(hop: HopRectangle, walk: Walks, columns: int) -> bool:
 
 @contextlib.contextmanager
 def written(
-    hop: HopRectangle, dk: Tensor, dv: Tensor, accumulate: bool, in_parts: bool, *, in_fp32: bool = True
+    hop: HopRectangle,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    in_parts: bool,
+    *,
+    in_fp32: bool = True,
+    zeros: bool = True,
 ) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Yield the dk and dv that the kernel of a hop writes, and whether it adds to them.
 
     If several parts are added up and dk and dv are overwritten, these are sums that begin with 0: dk and dv themselves
-    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Keys outside of the hop's rectangle get
-    zeros.
+    if they are fp32 or need not be (`in_fp32`), else copied to them at the end. Without `zeros`, the caller writes
+    these. Keys outside of the hop's rectangle get zeros.
     """
     if accumulate:
         yield dk, dv, True
     elif in_parts:
         in_place = dk.dtype == torch.float32 or not in_fp32
-        sums = [x.zero_() if in_place else torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+        sums = [x if in_place else torch.empty_like(x, dtype=torch.float32) for x in (dk, dv)]
+        for x in sums if zeros else ():
+            x.zero_()
         yield sums[0], sums[1], True
         if not in_place:
             dk.copy_(sums[0])
@@ -571,7 +585,7 @@ def hop_of(
 
 def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: tuple[int, int]) -> HopRectangle:
     """Return `hop_of` of a mask: a rectangle with one band or two causal ones, or tables of bounds for any other."""
-    second = None if transposed else _second_band(mask)
+    second = None if transposed else second_band(mask)
     region = mask.regions[0] if mask.regions else Region(0, 0, 0, 0)
     unaligned = region.k_start % aligned[1] or (transposed and region.q_start % aligned[0])
     if (len(mask.regions) > 1 and second is None) or unaligned:
@@ -595,19 +609,6 @@ def _new_rectangle(mask: Mask, device: torch.device, transposed: bool, aligned: 
     return HopRectangle(
         min_row, q_start, q_stop, k_start, k_stop, first_shift, split, second_shift, stop_shift, False, ()
     )
-
-
-def _second_band(mask: Mask) -> Region | None:
-    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
-    if len(mask.regions) != 2:
-        return None
-    above, below = mask.regions
-    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
-    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
-    # Rows of the region above must not count as seeing keys past its last one.
-    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
-        return None
-    return below
 
 
 def first_keys(mask: Mask, device: torch.device) -> Tensor:
@@ -641,19 +642,11 @@ def _padded(descriptors: list[TensorDescriptor]) -> _Pieces:
 def heads_at_last(hop: HopRectangle, block_n: int, num_groups: int, group: int, together: int) -> int:
     """Return how many groups of heads should alternate at last, so that the SMs finish at about the same time.
 
-    Each SM takes the next tile when it has finished one. Fewer groups share Q and dO in L2 better, so this is the first
-    multiple of `together` with which the last SM finishes within 1% of the best.
+    Fewer groups share Q and dO in L2 better: see `last_group`.
     """
     costs = [steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n)]
-    finished = {}
-    for last in range(together, num_groups + 1, together):
-        times = [0] * SMS
-        for heads in [together] * ((num_groups - last) // together) + [last]:
-            for cost in costs:
-                for _ in range(heads):
-                    heapq.heapreplace(times, times[0] + cost)
-        finished[last] = max(times)
-    return next(last for last, time in finished.items() if time <= 1.01 * min(finished.values()))
+    num = num_groups // together
+    return together * last_group(costs, num, num, together, SMS)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,23 +1,27 @@
 """dQ, dK, dV for head_dim up to 128: one CTA holds 128 keys and streams the queries past them.
 
-A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. With S^T = K Q^T and
-dP^T = V dO^T of shape (keys, queries), P^T and dS^T never leave the registers on their way to dV and dK. dQ of a
-query block needs the dS of both consumers: each computes half of its columns from what both left in shared memory
-one step EARLIER, so that neither waits for the other's dS of this step. A block of zeros precedes the first step.
-The consumers alternate: one may start a step when the other has computed a part of its exp.
-So one computes exp while the other feeds the tensor cores. Without this rule the instruction schedule happens to give
-lockstep or alternation (a difference of 15% at head_dim 64). dQ leaves by TMA reduce-add, unscaled,
-in fp32, its columns permuted within 32 (see `interleave`; the postprocess kernel undoes it).
+A producer warp loads by TMA; two independent consumers of four warps own 64 keys each. A step is one block of queries:
 
-The consumers issue these reductions, in any order between CTAs; if ORDERED, three additional warps do in a fixed order
-(`dq.py`).
+    producer   K V Q(0) dO(0) Q(1) dO(1) ...             mbarriers full / empty, a ring of stages
+    consumer   S^T = K Q^T,  dP^T = V dO^T               (keys, queries), issued when it has the turn
+               P = exp(S - lse)                          passes the turn on after a part of the exp
+               dV += P^T dO,  dQ of the previous step    dQ: half of the columns, from the dS of both consumers
+               dS = P (dP - delta),  dK += dS^T Q        dS also to shared memory, for dQ in the next step
+               dQ of the previous step                   staged, and added to memory by TMA
+
+P^T and dS^T never leave the registers on their way to dV and dK. dQ is one step late, so that neither consumer waits
+for the other's dS; a block of zeros precedes the first step. dQ is added unscaled, in fp32, its columns permuted within
+32 (see `interleave`; the postprocess kernel undoes it), in any order between CTAs. If ORDERED, three additional warps
+add it in a fixed order (`dq.py`).
+
+By turns, one consumer computes its exp while the other feeds the tensor cores. Without turns the instruction schedule
+happens to give lockstep or alternation (a difference of 15% at head_dim 64).
 
 If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
-rows at a time; of short heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
+rows at a time; of single heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
 and K while dK and dV leave, from the two buffers of dQ.
 """
 
-from ringflash_kernels.hopper.backward.aside import Aside, end_of_draws, work_aside
 from ringflash_kernels.hopper.backward.dq import (
     WRITERS,
     add_first,
@@ -42,6 +46,7 @@ from ringflash_kernels.hopper.backward.problem import (
     send_number,
     slot_of,
 )
+from ringflash_kernels.hopper.backward.row_passes import RowPasses, end_of_draws, run_passes
 from ringflash_kernels.hopper.compat import (
     MANY_ADDRESSES,
     aggregate,
@@ -117,7 +122,7 @@ class KeyShared:
     ACCUMULATE: gl.constexpr
     PARTS: gl.constexpr
     EARLY: gl.constexpr
-    ASIDE: gl.constexpr
+    PASSES: gl.constexpr
 
 
 @gluon.jit
@@ -153,7 +158,7 @@ def _hand_on(drawn_ptr, index):
 @gluon.jit
 def _load(
     sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc, begins_desc,
-    drawn_ptr, aside,
+    drawn_ptr, passes,
 ):  # fmt: skip
     """Producer: load K and V of each tile, then Q, dO and their statistics block by block."""
     C: gl.constexpr = sm.SPLIT
@@ -189,10 +194,10 @@ def _load(
                 tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
                 tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
-        if sm.ASIDE:
-            section = aside.section_of(problem, index)
+        if sm.PASSES:
+            section = passes.section_of(problem, index)
             if section > ready:
-                aside.wait_for_section(problem, section)
+                passes.wait_for_section(problem, section)
                 ready = section
         if start < stop:  # the block of zeros that precedes the first is a step without data
             slot, parity = slot_of(step, sm.STAGES)
@@ -234,7 +239,7 @@ def _load(
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         _hand_on(drawn_ptr, index)
         mbarrier.arrive(sm.kv_full.index(0), count=1)
-        end_of_draws(aside, problem, drawn_ptr, sm.ASIDE)
+        end_of_draws(passes, problem, drawn_ptr, sm.PASSES)
 
 
 @gluon.jit
@@ -493,7 +498,7 @@ def _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord
 
 
 @gluon.jit
-def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, W: gl.constexpr):
+def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes, W: gl.constexpr):
     """Consumer W: compute the gradients of 64 keys of every tile."""
     C: gl.constexpr = sm.SPLIT
     R: gl.constexpr = sm.REST
@@ -609,9 +614,9 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
         if sm.EARLY:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
             next_index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
-            if sm.ASIDE:
+            if sm.PASSES:
                 tma_store_complete(round)
-                aside.report(problem, index)
+                passes.report(problem, index)
             index = next_index
         else:
             index += gl.num_programs(0)
@@ -622,13 +627,13 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
 
 
 @gluon.jit
-def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, 0)
+def _consume_first(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes, 0)
 
 
 @gluon.jit
-def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside):
-    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside, 1)
+def _consume_second(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes):
+    _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes, 1)
 
 
 @gluon.jit(
@@ -651,14 +656,14 @@ def backward_keys(
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
     ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
-    EARLY: gl.constexpr, ASIDE: gl.constexpr,
+    EARLY: gl.constexpr, PASSES: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
     DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
     PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
     EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
-    ASIDE: three more warps prepare and cast other heads, see `Aside`, whose fields are counters_ptr to seqlen.
+    PASSES: three more warps prepare and cast other heads, see `RowPasses`, whose fields are counters_ptr to seqlen.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
@@ -719,7 +724,7 @@ def backward_keys(
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
         SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
-        PARTS, EARLY, ASIDE,
+        PARTS, EARLY, PASSES,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
@@ -735,19 +740,19 @@ def backward_keys(
         sums = (dk0_sum, dk1_sum, dv0_sum, dv1_sum)
     else:
         sums = 0
-    if ASIDE:
-        aside = Aside(
+    if PASSES:
+        passes = RowPasses(
             out_ptr, dout_ptr, lse_ptr, stats_ptr, acc_ptr, dq_ptr, counters_ptr, out_batch, out_row, out_head,
             dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, dq_batch, dq_row, dq_head, seqlen,
         )  # fmt: skip
     else:
-        aside = 0
+        passes = 0
     load_args = (
         sm, problem, q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, dout0_desc, dout1_desc, stats_desc,
-        begins_desc, drawn_ptr, aside,
+        begins_desc, drawn_ptr, passes,
     )  # fmt: skip
-    first_args = sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
-    second_args = sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, aside
+    first_args = sm, problem, dq0_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes
+    second_args = sm, problem, dq1_columns, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums, drawn_ptr, passes
     if ORDERED:
         order = DqOrder(numbers_ptr, num_blocks, first_number)
         gl.warp_specialize(
@@ -762,15 +767,15 @@ def backward_keys(
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
         )
-    elif ASIDE:
+    elif PASSES:
         gl.warp_specialize(
             [
                 (_consume_first, first_args),
                 (_consume_second, second_args),
                 (_load, load_args),
-                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
-                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
-                (work_aside, (aside, problem, drawn_ptr, SPLIT)),
+                (run_passes, (passes, problem, drawn_ptr, SPLIT)),
+                (run_passes, (passes, problem, drawn_ptr, SPLIT)),
+                (run_passes, (passes, problem, drawn_ptr, SPLIT)),
             ],
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -24,6 +26,9 @@ _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
 # K and V of the heads that run concurrently should stay in L2 (50 MB); larger groups measured slower.
 _L2_BYTES_PER_GROUP = 16 * 2**20
+_GROUPS_AT_LAST = 3  # so the last heads may need three times that
+_BLOCKS_OF_A_TILE = 2  # cost of entering and leaving a tile, in blocks of keys
+FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
 
 
 _LAUNCHER = Launcher(forward_kernel)
@@ -115,19 +120,21 @@ def build_launch(
         counter: two int32 zeros, which are zeros again after the launch.
     """
     rows, keys = mask.q_span, (0, mask.seqlen_k)
-    if len(mask.regions) == 1:
-        region = mask.regions[0]
-        keys = (region.k_start, region.k_stop)
-        ends = start = stop = table = stretches = None
-        lower, upper = band_of(region)
-        kind = "none" if region.lower is None and region.upper is None else "band"
-    else:
-        kind, lower, upper = "ends" if mask.is_two_sided else "bounds", 0, 0
-        ends = stretches = None
-    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
-    k, v = cut(k, 1, keys), cut(v, 1, keys)
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
+    region, second = mask.regions[0], second_band(mask) if tiles.skips else None
+    ends = start = stop = table = stretches = None
+    lower = upper = split = jump = 0
+    if second is not None or len(mask.regions) == 1:
+        keys = (region.k_start, mask.regions[-1].k_stop)
+        lower, upper = band_of(region)
+        kind = "none" if region.lower is None and region.upper is None else "band"
+        if second is not None:
+            kind, split, jump = "bands", second.q_start - region.q_start, second.upper - region.upper
+    else:
+        kind = "ends" if mask.is_two_sided else "bounds"
+    q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
+    k, v = cut(k, 1, keys), cut(v, 1, keys)
     starts = kind == "ends" and has_begins(mask)
     heads_per_kv = q.shape[2] // k.shape[2]
     heads = 2 if kind in ("bounds", "ends") and tiles.num_warpgroups == 2 and heads_per_kv % 2 == 0 else 1
@@ -144,13 +151,13 @@ def build_launch(
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
     num_row_tiles = -(-seqlen_q // variant.rows)
     num_tiles = batch * num_heads // heads * num_row_tiles
-    kv_bytes_per_head = seqlen_k * (head_dim + v.shape[3]) * k.element_size()
-    heads_together = heads_per_kv * kv_heads_per_group(num_kv_heads, kv_bytes_per_head)
+    per_group = heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size())
+    at_last = heads_at_last(mask.regions, variant.tiles, rows, batch * num_heads, per_group, num_sms)
     arguments = (
         *_descriptors(q, k, v, out, acc, variant.tiles),
         ends, lse, start, stop, table, stretches, counter,
-        seqlen_q, seqlen_k, num_heads // heads, heads_per_kv // heads, heads_together // heads,
-        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1),
+        seqlen_q, seqlen_k, num_heads // heads, heads_per_kv // heads, per_group // heads, at_last // heads,
+        num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
     key = (head_dim, v.shape[3], kind, acc is not None, starts, heads, q.dtype, out.dtype)
@@ -187,6 +194,19 @@ def _variant(
     if tiles.stages_of_16_bits and not resume and out_dtype != torch.float32:
         tiles = replace(tiles, num_stages=tiles.stages_of_16_bits)
     return ForwardVariant(tiles, mask, resume, starts, heads)
+
+
+def second_band(mask: Mask) -> Region | None:
+    """Return the second of two causal regions, one below the other (zigzag chunks against all keys), or None."""
+    if len(mask.regions) != 2:
+        return None
+    above, below = mask.regions
+    below_another = (above.q_stop, above.k_start) == (below.q_start, below.k_start)
+    causal = above.lower is below.lower is None and above.upper is not None and below.upper is not None
+    # Rows of the region above must not count as seeing keys past its last one.
+    if not (below_another and causal and above.k_stop == above.q_stop + above.upper and above.upper <= below.upper):
+        return None
+    return below
 
 
 def band_of(region: Region) -> tuple[int, int]:
@@ -226,6 +246,64 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     while num_kv_heads % count:
         count -= 1
     return count
+
+
+@functools.lru_cache(maxsize=256)
+def heads_at_last(
+    regions: tuple[Region, ...],
+    tiles: ForwardTiles,
+    rows: tuple[int, int],
+    num_heads: int,
+    per_group: int,
+    num_sms: int,
+) -> int:
+    """Return the number of heads in the last group of a launch: see `last_group`.
+
+    It is that of the others under several documents, which differ in each call.
+
+    Args:
+        num_heads: of all sequences.
+    """
+    num_tiles = -(-(rows[1] - rows[0]) // tiles.rows) * num_heads
+    if len(regions) > 2 or num_tiles > FEW_WAVES * num_sms:
+        return per_group
+    costs = []
+    for first in range(*rows, tiles.rows):
+        parts = [(max(first, x.q_start), min(first + tiles.rows, x.q_stop), x) for x in regions]
+        seen = [
+            (
+                x.k_start if x.lower is None else max(x.k_start, start + x.lower),
+                x.k_stop if x.upper is None else min(x.k_stop, stop + x.upper),
+            )
+            for start, stop, x in parts
+            if start < stop
+        ]
+        num_keys = max(stop for _, stop in seen) - min(start for start, _ in seen) if seen else 0
+        costs.append(-(-num_keys // tiles.block_n) + _BLOCKS_OF_A_TILE)
+    costs.sort(reverse=True)
+    return per_group * last_group(costs, num_heads // per_group, _GROUPS_AT_LAST, per_group, num_sms)
+
+
+def last_group(costs: Sequence[int], num_groups: int, most: int, together: int, num_sms: int) -> int:
+    """Return how many groups of `together` heads should alternate at last, so that SMs finish at about the same time.
+
+    Each SM takes the next tile when it has finished one. Groups that alternate share L2, so this is the least number,
+    up to `most`, with which the last SM finishes within 1% of the best.
+
+    Args:
+        costs: of the tiles of a head, in their order.
+    """
+    ideal, finished = sum(costs) * num_groups * together / num_sms, dict[int, int]()
+    for last in range(1, min(num_groups, most) + 1):
+        times = [0] * num_sms
+        for heads in [together] * (num_groups - last) + [last * together]:
+            for cost in costs:
+                for _ in range(heads):
+                    heapq.heapreplace(times, times[0] + cost)
+        finished[last] = max(times)
+        if finished[1] <= 1.01 * ideal:
+            return 1
+    return next(last for last, time in finished.items() if time <= 1.01 * min(finished.values()))
 
 
 def tile_table(mask: Mask, device: torch.device, rows_per_tile: int, rows: tuple[int, int]) -> Tensor:

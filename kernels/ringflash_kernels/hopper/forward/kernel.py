@@ -87,8 +87,8 @@ class ForwardVariant:
     """Compile-time choices of the kernel.
 
     Args:
-        mask: "none", "band" (two diagonals), "bounds" (an interval of keys for each row) or "ends" (besides, the end of
-            each key: the row after the last one that sees it).
+        mask: "none", "band" (two diagonals), "bands" (of two causal chunks of rows), "bounds" (an interval of keys for
+            each row) or "ends" (besides, the end of each key: the row after the last one that sees it).
         resume: read and continue the state of earlier calls.
         starts: under "ends", rows see only keys from their first one on, as with a window; otherwise that is implied.
         heads: query heads of a tile, of one KV head. With two, both warpgroups have the same rows, so a tile has fewer
@@ -105,6 +105,11 @@ class ForwardVariant:
     def rows(self) -> int:
         """Query rows of a tile."""
         return self.tiles.rows // self.heads
+
+    @property
+    def is_band(self) -> bool:
+        """True if diagonals say which keys a row sees."""
+        return self.mask in ("band", "bands")
 
     @property
     def ahead(self) -> bool:
@@ -234,8 +239,8 @@ def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointer
 
 @gluon.jit
 def entry_of(ticket, problem, pointers):
-    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane."""
-    _batch, _head, rank = place_of(ticket, problem)
+    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane; past the last one, of that."""
+    _batch, _head, rank = place_of(gl.minimum(ticket, problem.num_tiles - 1), problem)
     return load_lanes(pointers.table + rank * 4)
 
 
@@ -626,7 +631,7 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: g
                 acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, 0, rows, shared, barriers,
                                                              pointers, False, W, V)  # fmt: skip
     else:
-        if V.mask == "band":
+        if V.is_band:
             for _ in range(n - tile.end_seen):
                 kv = pass_block(kv, shared, barriers, V)
         for i in range(n - tile.end_seen, n - tile.end_full):
@@ -639,7 +644,7 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: g
             for i in range(n - tile.first_full, n - tile.first_seen):
                 acc, row_max, row_sum, kv = step_in_sequence(acc, row_max, row_sum, kv, key_of(tile, i, V), rows,
                                                              shared, barriers, pointers, True, W, V)  # fmt: skip
-        if V.mask == "band":
+        if V.is_band:
             for _ in range(tile.first_seen):
                 kv = pass_block(kv, shared, barriers, V)
     if not V.tiles.stage_in_q:
@@ -745,20 +750,21 @@ def allocate(q_desc, k_desc, v_desc, o_desc, acc_desc, ends_desc, V: gl.constexp
 @gluon.jit(
     do_not_specialize=[
         "lse", "start", "stop", "table", "stretches", "counter", "seqlen_q", "seqlen_k", "num_heads", "heads_per_kv",
-        "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b", "lse_stride_h",
+        "heads_per_group", "heads_at_last", "num_row_tiles", "num_tiles", "lower", "upper", "split", "jump",
+        "lse_stride_b", "lse_stride_h",
     ]
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, acc_desc,  # first part of the head
     q_desc1, k_desc1, v_desc1, o_desc1, acc_desc1,  # second part, if its width differs
     ends_desc, lse, start, stop, table, stretches, counter,
-    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
-    lse_stride_b, lse_stride_h, scale,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles, num_tiles, lower, upper,
+    split, jump, lse_stride_b, lse_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """Attention forward; see the module docstring."""
-    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
-                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles,
+                      num_tiles, lower, upper, split, jump, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, None, table, stretches, counter)
     q = pair(q_desc, q_desc1, V)
     k = pair(k_desc, k_desc1, V)

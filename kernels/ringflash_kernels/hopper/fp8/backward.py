@@ -23,6 +23,7 @@ from ringflash_kernels.hopper.forward.host import count_sms, tile_counter
 from ringflash_kernels.hopper.fp8.backward_keys import backward_keys_fp8
 from ringflash_kernels.hopper.fp8.backward_operands import (
     KeyOperands,
+    QueryNumbers,
     QueryOperands,
     add_rotated_back,
     parts,
@@ -176,20 +177,18 @@ class _Products(host.HopperBackward):
         self.tiles = BACKWARD_TILES[q.shape[-1]]
         self.q, self.softmax_scale, self.deterministic = q, softmax_scale, False
         self.products = products
-        self._rows, largest_q = quantise_and_measure_q(q)
+        numbers = QueryNumbers.of(q, num_kv_heads)
+        self._rows = quantise_and_measure_q(q, numbers.scales, numbers.largest_q, numbers.maxima)
         row_max = lse if products != "fp8" or row_max is None else row_max
         in_16_bits = products == "fp8" and num_keys is not None and num_keys <= _KEYS_IN_16_BITS
         dq_dtype = torch.float16 if in_16_bits else torch.float32
-        rows, maxima, self.dq = statistics(
-            dout, out, lse, dlse, row_max, largest_q, num_kv_heads, dq_dtype, zeros=not self.tiles.wide
-        )
+        self.dq = statistics(dout, out, lse, dlse, row_max, numbers, dq_dtype, zeros=not self.tiles.wide)
         self._dq_is_written = not self.tiles.wide
         self._operands = None  # prepared already
         q = q if q.stride(-1) == 1 else q.contiguous()
-        self.operands = QueryOperands(dout, q, rows, maxima, fp8_gradients=products == "fp8")
-        self.stats, self.factor, self._maxima = self.operands.stats, self.operands.factor, maxima
-        self.maxima = maxima if in_16_bits else None
-        self.clock = q.new_empty(1, dtype=torch.int32)
+        self.operands = QueryOperands(dout, q, numbers, fp8_gradients=products == "fp8")
+        self.stats, self.factor, self.clock, self._maxima = numbers.stats, numbers.factor, numbers.clock, numbers.maxima
+        self.maxima = self._maxima if in_16_bits else None
         self._views = {}
         self._added = False
 
@@ -204,9 +203,10 @@ class _Products(host.HopperBackward):
         in_parts = num_parts > 1
         if self.q.shape[3] != 128 and heads_apart == 1 and num_parts <= _FEW_PARTS:
             in_parts = False  # a CTA stores the first part and adds the others; at 128 that takes too many registers
-        with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=num_parts > _FEW_PARTS) as (dk, dv, adds):
-            if hop.num_rows:
-                self._launch(records, mask, hop, group, dk, dv, adds)
+        in_fp32, empty = num_parts > _FEW_PARTS, hop.num_rows == 0
+        with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=in_fp32, zeros=empty) as (dk, dv, adds):
+            if not empty:
+                self._launch(records, mask, hop, group, dk, dv, adds, zeros=adds and not accumulate)
 
     def write_dq(self, out: Tensor) -> None:
         """Write dQ, rotated back and with the factors of its rows."""
@@ -216,13 +216,22 @@ class _Products(host.HopperBackward):
         )  # fmt: skip
 
     def _launch(
-        self, records: Tensor, mask: Mask, hop: HopRectangle, group: int, dk: Tensor, dv: Tensor, accumulate: bool
+        self,
+        records: Tensor,
+        mask: Mask,
+        hop: HopRectangle,
+        group: int,
+        dk: Tensor,
+        dv: Tensor,
+        accumulate: bool,
+        *,
+        zeros: bool,
     ) -> None:
-        """Launch the kernels of a hop for its records; dq in fp16 is rescaled before."""
+        """Launch the kernels of a hop for its records; dq in fp16 is rescaled before, and dk and dv zeroed if asked."""
         head_dim = self.q.shape[3]
         keys = KeyOperands(
             records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
-            has_unit=self.maxima is not None,
+            has_unit=self.maxima is not None, zeros=(dk, dv) if zeros else None,
         )  # fmt: skip
         if self.maxima is not None and self._added:
             rescale(self.dq, self.maxima)

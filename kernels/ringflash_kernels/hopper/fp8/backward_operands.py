@@ -29,6 +29,8 @@ then 2^-9, and below 2^-18 both are the square root. A row of a million equal ke
 from __future__ import annotations
 
 import math
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,7 +50,7 @@ from ringflash_kernels.hopper.fp8.quantise import (
 from ringflash_kernels.hopper.launcher import Launcher
 
 _RESCALE_PARTS = 8  # programs of a head
-_MAXIMA = 8  # fp32 numbers of a KV head: see `statistics`
+_MAXIMA = 8  # fp32 numbers of a KV head: see `QueryNumbers`
 # fp32 scales of a tile: of S, dP, delta (before dP has its scale: with -1), dK, dV and dQ. At head_dim 256 the next one
 # is that of K times that of V; the rest is unused.
 SCALES = 8
@@ -207,14 +209,23 @@ def _rescale(dq_ptr, maxima_ptr, size, group, PARTS: tl.constexpr, MAXIMA: tl.co
 def _key_operands(
     k8_ptr, v8_ptr, tail_ptr, maxima_ptr, k_ptr, v_ptr, tile_ptr, scale_log2, softmax_scale, num_blocks, num_kv_heads,
     of_batch, of_block, of_head, tail_batch, tail_block, tail_head,
-    D: tl.constexpr, MODE: tl.constexpr, HAS_UNIT: tl.constexpr, MAXIMA: tl.constexpr,
+    dk_ptr, dv_ptr, num_keys, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head,
+    D: tl.constexpr, MODE: tl.constexpr, HAS_UNIT: tl.constexpr, MAXIMA: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantise, or transpose, a record's K and V as the products of MODE read them, and write the tile's SCALES."""
+    """Dequantise, or transpose, a record's K and V as the products of MODE read them, and write the tile's SCALES.
+
+    ZEROS: write zeros to the record's dK and dV, too.
+    """
     head = (tl.program_id(0) % num_kv_heads).to(tl.int64)
     block = (tl.program_id(0) // num_kv_heads % num_blocks).to(tl.int64)
     batch = (tl.program_id(0) // (num_kv_heads * num_blocks)).to(tl.int64)
     position, column = tl.arange(0, 128), tl.arange(0, D)[None, :]
     row = position[:, None]
+    if ZEROS:
+        key = block * 128 + row
+        zeros = tl.zeros([128, D], dk_ptr.dtype.element_ty)
+        tl.store(dk_ptr + batch * dk_batch + key * dk_row + head * dk_head + column, zeros, mask=key < num_keys)
+        tl.store(dv_ptr + batch * dv_batch + key * dv_row + head * dv_head + column, zeros, mask=key < num_keys)
     if MODE == "fp8" and D == 256:  # KEY_ORDER
         row = (position // 16 * 16 + position // 2 % 2 * 8 + position // 4 % 4 * 2 + position % 2)[:, None]
     elif MODE == "fp8":  # the position 2 r + h of every 16 holds the key r + 8 h
@@ -314,68 +325,99 @@ _STATISTICS, _QUERY_OPERANDS, _KEY_OPERANDS, _ROTATE_BACK = (
 )
 
 
+class QueryNumbers(NamedTuple):
+    """fp32 numbers of the query side, in one allocation; blocks have 64 rows.
+
+    Args:
+        rows: (batch * num_heads, 4, padded seqlen_q), fp32.
+        stats: (batch * num_heads, 2, padded seqlen_q).
+        factor: (batch * num_heads, padded seqlen_q), of rows of dQ.
+        maxima: (batch * num_kv_heads, 8): W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the bound of
+            dQ over all hops so far, its unit, and that as a share of the earlier one; at head_dim 256 the largest
+            product of 2^g and the scale of K.
+        scales, largest_q: (batch, num_heads, blocks), scale of q and the largest finite |q| of each block.
+        clock: (1,), int32.
+    """
+
+    rows: Tensor
+    stats: Tensor
+    factor: Tensor
+    maxima: Tensor
+    scales: Tensor
+    largest_q: Tensor
+    clock: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, num_kv_heads: int) -> QueryNumbers:
+        """Allocate those of q: (batch, seqlen_q, num_heads, head_dim)."""
+        batch, seqlen, num_heads, _ = q.shape
+        heads, num_blocks = batch * num_heads, -(-seqlen // BLOCK_Q)
+        padded = num_blocks * BLOCK_Q
+        of_blocks = batch, num_heads, num_blocks
+        shapes = (heads, 4, padded), (heads, 2, padded), (heads, padded), (batch * num_kv_heads, _MAXIMA), of_blocks
+        sizes = [math.prod(shape) for shape in (*shapes, of_blocks, (1,))]
+        starts = [0, *accumulate(-(-size // 4) * 4 for size in sizes)]  # multiples of 16 bytes
+        memory = q.new_empty(starts[-1], dtype=torch.float32)
+        parts = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        views = [part.view(shape) for part, shape in zip(parts, (*shapes, of_blocks), strict=False)]
+        return cls(*views, parts[-1].view(torch.int32))
+
+
 def statistics(
     dout: Tensor,
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
     row_max: Tensor,
-    largest_q: Tensor,
-    num_kv_heads: int,
+    numbers: QueryNumbers,
     dq_dtype: torch.dtype,
     *,
     zeros: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute reference, delta', size and weight of each row, the maxima over rows, and zeros for dQ.
+) -> Tensor:
+    """Compute reference, delta', size and weight of each row, and the maxima over rows, which must be zeros before.
 
     Args:
         dout, out: (batch, seqlen_q, num_heads, head_dim), unit last stride. lse, dlse, row_max: (batch, num_heads,
             seqlen_q), fp32.
-        largest_q: (batch, num_heads, blocks of 64 rows), fp32, of `quantise.quantise_and_measure_q`.
+        numbers: with `largest_q`; this function writes rows and maxima.
     Returns:
-        rows: (batch * num_heads, 4, padded seqlen_q), fp32.
-        maxima: (batch * num_kv_heads, 8), fp32: W, the largest |delta'|, |Q| and exp(lse - m); by `KeyOperands` the
-            bound of dQ over all hops so far, its unit, and that as a share of the earlier one; at head_dim 256 the
-            largest product of 2^g and the scale of K.
         dq: (batch * num_heads, seqlen_q, head_dim), zeros if asked for.
     """
     batch, seqlen, num_heads, head_dim = out.shape
     num_blocks = -(-seqlen // BLOCK_Q)
-    rows = out.new_empty(batch * num_heads, 4, num_blocks * BLOCK_Q, dtype=torch.float32)
-    maxima = out.new_zeros(batch * num_kv_heads, _MAXIMA, dtype=torch.float32)
     dq = out.new_empty(batch * num_heads, seqlen, head_dim, dtype=dq_dtype)
     has_dlse = dlse is not None
     dlse = lse if dlse is None else dlse
     _STATISTICS[_WARPS[head_dim]](
         (head_dim, has_dlse, dq_dtype, zeros), num_blocks * batch * num_heads,
-        out, dout, lse, dlse, row_max, largest_q, rows, maxima, dq, seqlen, num_blocks * BLOCK_Q, num_heads, num_blocks,
-        num_heads // num_kv_heads, *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
+        out, dout, lse, dlse, row_max, numbers.largest_q, numbers.rows, numbers.maxima, dq, seqlen,
+        num_blocks * BLOCK_Q, num_heads, num_blocks, batch * num_heads // numbers.maxima.shape[0],
+        *out.stride()[:3], *dout.stride()[:3], *lse.stride(), *dlse.stride(),
         *row_max.stride(), D=head_dim, ROWS=BLOCK_Q, HAS_DLSE=has_dlse, MAXIMA=_MAXIMA,
         ZEROS=zeros,
     )  # fmt: skip
-    return rows, maxima, dq
+    return dq
 
 
 class QueryOperands:
     """Operands of the query side; if dout1 and q1 are e4m3, their rows are in KEY_ORDER.
 
     dout8: (batch, seqlen_q, num_heads, head_dim), e4m3. dout1, q1: operands of dV and dK, in e4m3 (batch, num_heads,
-    head_dim, padded seqlen_q), in bf16 as dout8. stats: (batch * num_heads, 2, padded seqlen_q). factor: of rows of dQ.
+    head_dim, padded seqlen_q), in bf16 as dout8. Also writes stats and factor of `numbers`, from rows and maxima.
     """
 
-    def __init__(self, dout: Tensor, q: Tensor, rows: Tensor, maxima: Tensor, *, fp8_gradients: bool) -> None:
+    def __init__(self, dout: Tensor, q: Tensor, numbers: QueryNumbers, *, fp8_gradients: bool) -> None:
         batch, seqlen, num_heads, head_dim = q.shape
+        rows, stats, factor, maxima, *_ = numbers
         padded = rows.shape[2]
         self.dout8 = q.new_empty(q.shape, dtype=E4M3)
         if fp8_gradients:
             self.dout1, self.q1 = q.new_empty(2, batch, num_heads, head_dim, padded, dtype=E4M3)
         else:
             self.dout1, self.q1 = dout.to(torch.bfloat16), q.new_empty(q.shape, dtype=torch.bfloat16)
-        self.stats = rows.new_empty(batch * num_heads, 2, padded)
-        self.factor = rows.new_empty(batch * num_heads, padded)
         _QUERY_OPERANDS[_WARPS[head_dim]](
             (head_dim, fp8_gradients), padded // BLOCK_Q * batch * num_heads,
-            dout, q, rows, maxima, self.dout8, self.dout1, self.q1, self.stats, self.factor, seqlen, padded,
+            dout, q, rows, maxima, self.dout8, self.dout1, self.q1, stats, factor, seqlen, padded,
             num_heads, padded // BLOCK_Q, batch * num_heads // maxima.shape[0], *dout.stride()[:3], *q.stride()[:3],
             D=head_dim, SMALLEST=SMALLEST_FACTOR, FP8_GRADIENTS=fp8_gradients,
             MAXIMA=_MAXIMA,
@@ -389,10 +431,21 @@ class KeyOperands:
     dS (`backward_keys`, `backward_queries`); otherwise (batch, num_blocks * 128, num_kv_heads, head_dim), bf16. v: as
     the latter, for the mode "bf16" only.
     scales: (batch, num_kv_heads, num_blocks, SCALES), fp32.
+
+    Args:
+        zeros: dk and dv, (batch, seqlen_k, num_kv_heads, head_dim), unit last stride, to be filled with zeros.
     """
 
     def __init__(
-        self, records: Tensor, head_dim: int, maxima: Tensor, *, mode: str, softmax_scale: float, has_unit: bool = False
+        self,
+        records: Tensor,
+        head_dim: int,
+        maxima: Tensor,
+        *,
+        mode: str,
+        softmax_scale: float,
+        has_unit: bool = False,
+        zeros: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         batch, num_blocks, num_kv_heads, _ = records.shape
         shape = (batch, num_blocks * BLOCK_K, num_kv_heads, head_dim)
@@ -408,11 +461,13 @@ class KeyOperands:
                 (head_dim,), batch * num_kv_heads, tail, maxima, num_blocks, num_kv_heads, *tail.stride()[:3],
                 D=head_dim, MAXIMA=_MAXIMA,
             )  # fmt: skip
+        dk, dv = (self.k, self.k) if zeros is None else zeros
         _KEY_OPERANDS[_WARPS[head_dim]](
-            (head_dim, mode, has_unit), batch * num_blocks * num_kv_heads,
+            (head_dim, mode, has_unit, zeros is not None), batch * num_blocks * num_kv_heads,
             k8, v8, tail, maxima, self.k, self.v, self.scales, softmax_scale / head_dim * math.log2(math.e),
-            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3], D=head_dim, MODE=mode,
-            HAS_UNIT=has_unit, MAXIMA=_MAXIMA,
+            softmax_scale, num_blocks, num_kv_heads, *k8.stride()[:3], *tail.stride()[:3],
+            dk, dv, dk.shape[1], *dk.stride()[:3], *dv.stride()[:3], D=head_dim, MODE=mode,
+            HAS_UNIT=has_unit, MAXIMA=_MAXIMA, ZEROS=zeros is not None,
         )  # fmt: skip
 
 
@@ -446,7 +501,7 @@ def add_rotated_back(
 
     Args:
         x: (batch, seqlen, num_heads, head_dim). interleaved: its columns have the order of the dQ accumulator.
-        factor: (batch * num_heads, padded seqlen), one for each row. maxima: of `statistics`, if x has a unit.
+        factor: (batch * num_heads, padded seqlen), one for each row. maxima: of `QueryNumbers`, if x has a unit.
         out: as x, any dtype; unit last stride.
     """
     batch, seqlen, num_heads, head_dim = x.shape

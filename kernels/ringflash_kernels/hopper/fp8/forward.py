@@ -49,7 +49,9 @@ from ringflash_kernels.hopper.forward.host import (
     band_of,
     check_state,
     count_sms,
+    heads_at_last,
     kv_heads_per_group,
+    second_band,
     tile_counter,
     tile_table,
     write_unseen_rows,
@@ -120,6 +122,11 @@ class Fp8Variant:
     def rows(self) -> int:
         """Query rows of a tile."""
         return self.tiles.rows
+
+    @property
+    def is_band(self) -> bool:
+        """True if diagonals say which keys a row sees."""
+        return self.mask in ("band", "bands")
 
     @property
     def ends_bytes(self) -> int:
@@ -457,7 +464,7 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
             for _ in range(num_full):
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, 0, rows, shared, barriers, False, W, V)
     else:
-        if V.mask == "band":
+        if V.is_band:
             for _ in range(n - tile.end_seen):
                 kv = leave_block(kv, shared, barriers, W, V)
         for i in range(n - tile.end_seen, n - tile.end_full):
@@ -470,7 +477,7 @@ def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.con
             for i in range(n - tile.first_full, n - tile.first_seen):
                 acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared,
                                                    barriers, True, W, V)  # fmt: skip
-        if V.mask == "band":
+        if V.is_band:
             for _ in range(tile.first_seen):
                 kv = leave_block(kv, shared, barriers, W, V)
     pass_turn(kv, W, V)
@@ -578,20 +585,20 @@ def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: 
 @gluon.jit(
     do_not_specialize=[
         "lse", "start", "stop", "ends", "table", "stretches", "counter", "q_scales", "row_max", "seqlen_q", "seqlen_k",
-        "num_heads", "heads_per_kv", "heads_per_group", "num_row_tiles", "num_tiles", "lower", "upper", "lse_stride_b",
-        "lse_stride_h", "q_stride_b", "q_stride_h",
+        "num_heads", "heads_per_kv", "heads_per_group", "heads_at_last", "num_row_tiles", "num_tiles", "lower", "upper",
+        "split", "jump", "lse_stride_b", "lse_stride_h", "q_stride_b", "q_stride_h",
     ]
 )  # fmt: skip
 def forward_fp8(
     q_desc, k_desc, v_desc, tail_desc, o_desc, acc_desc, ends_desc,
     lse, start, stop, ends, table, stretches, counter, q_scales, row_max,
-    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower, upper,
-    lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
+    seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles, num_tiles, lower, upper,
+    split, jump, lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
     V: gl.constexpr,
 ):  # fmt: skip
     """FP8 attention forward; see the module docstring."""
-    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, num_row_tiles, num_tiles, lower,
-                      upper, lse_stride_b, lse_stride_h, scale)  # fmt: skip
+    problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles,
+                      num_tiles, lower, upper, split, jump, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, ends, table, stretches, counter)
     q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
     q = pair(q_desc, q_desc, V)
@@ -680,12 +687,15 @@ def build_launch(
     first, end = mask.q_span
     span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
     ends_of_blocks = ends = start = stop = table = stretches = None
-    lower = upper = 0
-    region = mask.regions[0]
-    if len(mask.regions) == 1 and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
-        keys = (region.k_start, region.k_stop)
+    lower = upper = split = jump = 0
+    region, second = mask.regions[0], second_band(mask)
+    is_band = second is not None or len(mask.regions) == 1
+    if is_band and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
+        keys = (region.k_start, mask.regions[-1].k_stop)
         lower, upper = band_of(region)
         kind = "none" if region.lower is None and region.upper is None else "band"
+        if second is not None:
+            kind, split, jump = "bands", second.q_start - region.q_start, second.upper - region.upper
     else:
         kind = "ends" if mask.is_two_sided else "bounds"
     q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
@@ -706,13 +716,14 @@ def build_launch(
     num_row_tiles = -(-seqlen_q // variant.tiles.rows)
     num_tiles = batch * num_heads * num_row_tiles
     heads_per_kv = num_heads // num_kv_heads
+    per_group = heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3])
     arguments = (
         *_descriptors(q8, records, out, out if acc is None else acc, variant.tiles),
         ends_of_blocks, lse, start, stop, ends, table, stretches, counter,
         q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
-        heads_per_kv * kv_heads_per_group(num_kv_heads, records.shape[1] * records.shape[3]),
-        num_row_tiles, num_tiles, lower, upper, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
+        per_group, heads_at_last(mask.regions, variant.tiles, span, batch * num_heads, per_group, num_sms),
+        num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
     key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype)

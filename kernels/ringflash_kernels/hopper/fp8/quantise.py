@@ -156,13 +156,15 @@ def rows_of(x, stride_b, stride_s, stride_h, batch, block, head, seqlen, ROWS: g
 
 @gluon.jit
 def quantise_rows(
-    x, values, scales, largest, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h, value_b, value_s, value_h,
+    x, values, scales, largest, zeros, num_zeros, seqlen, num_heads, num_blocks, stride_b, stride_s, stride_h,
+    value_b, value_s, value_h,
     COLUMNS: gl.constexpr, ROWS: gl.constexpr, SIGNS: gl.constexpr, DEQUANTISED: gl.constexpr, LARGEST: gl.constexpr,
     WARPS: gl.constexpr, ROTATED: gl.constexpr = True,
 ):  # fmt: skip
     """Quantise q of one block and head; store it in e4m3 with its scale, or DEQUANTISED, which bf16 holds exactly.
 
-    LARGEST: store the largest finite value before the rotation, too. K and V, which is not ROTATED: only DEQUANTISED.
+    LARGEST: store the largest finite value before the rotation, too, and zeros for sums over blocks, which must be at
+    most 32 for each block and head. K and V, which is not ROTATED: only DEQUANTISED.
     """
     layout: gl.constexpr = adjacent_layout(ROWS, COLUMNS, WARPS, 8)
     head = gl.program_id(0) % num_heads
@@ -174,6 +176,8 @@ def quantise_rows(
         if found == float("inf"):
             found = largest_of(gl.where(gl.abs(q) < float("inf"), q, 0.0))
         gl.store(largest + (batch * num_heads + head) * num_blocks + block, found)
+        index = gl.program_id(0) * 32 + gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+        gl.store(zeros + index, gl.zeros_like(index).to(gl.float32), mask=index < num_zeros)
     if ROTATED:
         q, found = rotated(q, column, SIGNS, WARPS)
     else:
@@ -277,25 +281,24 @@ def quantise_q(q: Tensor) -> Rows:
     Args:
         q: (batch, seqlen_q, num_heads, head_dim), bf16 or fp16; copied unless its last stride is 1.
     """
-    return _rows(q, None)
+    scales = q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), dtype=torch.float32)
+    return _rows(q, scales, None)
 
 
-def quantise_and_measure_q(q: Tensor) -> tuple[Rows, Tensor]:
-    """Return `quantise_q`, and the largest finite |q| of each block of rows: (batch, num_heads, num_blocks), fp32."""
-    largest = _of_blocks(q)
-    return _rows(q, largest), largest
+def quantise_and_measure_q(q: Tensor, scales: Tensor, largest: Tensor, zeros: Tensor) -> Rows:
+    """Return `quantise_q` with these scales. Also write the largest finite |q| of each block of rows, and zeros.
+
+    Args:
+        scales, largest: (batch, num_heads, num_blocks), fp32.
+        zeros: fp32, contiguous, at most 32 elements for each block and head.
+    """
+    return _rows(q, scales, largest, zeros)
 
 
-def _rows(q: Tensor, largest: Tensor | None) -> Rows:
+def _rows(q: Tensor, scales: Tensor, largest: Tensor | None, zeros: Tensor | None = None) -> Rows:
     values = torch.empty(q.shape, dtype=E4M3, device=q.device)
-    scales = _of_blocks(q)
-    _quantise_rows(q, values, scales, largest)
+    _quantise_rows(q, values, scales, largest, zeros)
     return Rows(values, scales)
-
-
-def _of_blocks(q: Tensor) -> Tensor:
-    """Return memory for a number of each block of rows of q: (batch, num_heads, num_blocks), fp32."""
-    return q.new_empty(q.shape[0], q.shape[2], -(-q.shape[1] // BLOCK_Q), dtype=torch.float32)
 
 
 def dequantised_q(q: Tensor) -> Tensor:
@@ -319,11 +322,12 @@ def _quantise_rows(
     values: Tensor,
     scales: Tensor | None,
     largest: Tensor | None = None,
+    zeros: Tensor | None = None,
     *,
     rows: int = BLOCK_Q,
     rotated: bool = True,
 ) -> None:
-    """Write values and scales of q, and its largest values; without `scales`, values times scales."""
+    """Write values and scales of q, its largest values, and zeros; without `scales`, values times scales."""
     q = _with_unit_stride(q)
     batch, seqlen, num_heads, head_dim = q.shape
     num_blocks, dequantised = -(-seqlen // rows), scales is None
@@ -331,8 +335,9 @@ def _quantise_rows(
     with device_guard(q.device):
         _launcher(quantise_rows, head_dim, warps)(
             (head_dim, dequantised, largest is None, rows, rotated), num_blocks * num_heads * batch,
-            q, values, values if scales is None else scales, values if largest is None else largest, seqlen, num_heads,
-            num_blocks, *q.stride()[:3], *values.stride()[:3],
+            q, values, values if scales is None else scales, values if largest is None else largest,
+            values if zeros is None else zeros, 0 if zeros is None else zeros.numel(), seqlen, num_heads, num_blocks,
+            *q.stride()[:3], *values.stride()[:3],
             COLUMNS=head_dim, ROWS=rows, SIGNS=SIGNS, DEQUANTISED=dequantised, LARGEST=largest is not None,
             WARPS=warps, ROTATED=rotated,
         )  # fmt: skip

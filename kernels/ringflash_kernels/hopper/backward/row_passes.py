@@ -1,8 +1,8 @@
-"""Work of three more warps of `backward_keys`, beside its tiles: the passes before and after those of other heads.
+"""Passes over query rows, before and after the tiles of their heads, by three spare warps of `backward_keys`.
 
-The heads run in sections. While the tiles of one run, these warps compute the statistics of the rows of later sections
-and clear their dQ, and scale and cast the dQ of earlier ones. The first section is prepared, and the last one cast, by
-kernels of their own (`preprocess.py`).
+The heads run in sections. While the tiles of one section run, these warps prepare later sections (row statistics, zeros
+for dQ), and scale and cast the dQ of earlier ones. Separate kernels (`preprocess.py`) prepare the first section and
+cast the last one.
 
 A job is 64 rows of a head. The jobs prepare section 1, and then for m = 0, 1, ... prepare m + 2 and cast m. They are
 drawn from a counter, as the tiles are, and each waits only for tiles and jobs that were drawn before. So thread blocks
@@ -16,7 +16,7 @@ REPORTS = gl.constexpr(8)  # of a tile: one by each warp of the consumers
 
 
 @aggregate
-class Aside:
+class RowPasses:
     """Operands of the passes, and counters.
 
     Args:
@@ -83,7 +83,7 @@ class Aside:
 
 
 @gluon.jit
-def _start(pointer, of_batch, of_row, of_head, aside, problem, head, row):
+def _start(pointer, of_batch, of_row, of_head, passes, problem, head, row):
     """Return where a row of a head begins; strides are multiples of 8 elements, and given in these."""
     batch = (head // problem.num_heads).to(gl.int64)
     eighths = batch * of_batch + (head % problem.num_heads).to(gl.int64) * of_head + row.to(gl.int64) * of_row
@@ -91,62 +91,62 @@ def _start(pointer, of_batch, of_row, of_head, aside, problem, head, row):
 
 
 @gluon.jit
-def _prepare(aside, problem, head, row, D: gl.constexpr):
+def _prepare(passes, problem, head, row, D: gl.constexpr):
     """Write (lse * log2(e), delta) and zeros of dQ for 64 rows of a head, as `preprocess` does."""
     ROWS: gl.constexpr = 256 // D  # at a time: 8 columns a lane
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS, D // 8], [1, 1], [1, 0])
-    out = _start(aside.out_ptr, aside.out_batch, aside.out_row, aside.out_head, aside, problem, head, row)
-    dout = _start(aside.dout_ptr, aside.dout_batch, aside.dout_row, aside.dout_head, aside, problem, head, row)
-    lse = aside.lse_ptr + (head // problem.num_heads).to(gl.int64) * aside.lse_batch
-    lse += (head % problem.num_heads).to(gl.int64) * aside.lse_head + row.to(gl.int64) * aside.lse_row
-    padded = gl.cdiv(aside.seqlen, 64) * 64
-    stats = aside.stats_ptr + head.to(gl.int64) * 2 * padded + row
+    out = _start(passes.out_ptr, passes.out_batch, passes.out_row, passes.out_head, passes, problem, head, row)
+    dout = _start(passes.dout_ptr, passes.dout_batch, passes.dout_row, passes.dout_head, passes, problem, head, row)
+    lse = passes.lse_ptr + (head // problem.num_heads).to(gl.int64) * passes.lse_batch
+    lse += (head % problem.num_heads).to(gl.int64) * passes.lse_head + row.to(gl.int64) * passes.lse_row
+    padded = gl.cdiv(passes.seqlen, 64) * 64
+    stats = passes.stats_ptr + head.to(gl.int64) * 2 * padded + row
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    left = aside.seqlen - row  # rows of the head
+    left = passes.seqlen - row  # rows of the head
     for i in range(0, 64, ROWS):
         inside = i + rows < left
-        o = gl.load(out + ((i + rows) * aside.out_row * 8)[:, None] + columns, mask=inside[:, None], other=0.0)
-        d = gl.load(dout + ((i + rows) * aside.dout_row * 8)[:, None] + columns, mask=inside[:, None], other=0.0)
-        logarithm = gl.load(lse + (i + rows) * aside.lse_row, mask=inside, other=float("-inf"))
+        o = gl.load(out + ((i + rows) * passes.out_row * 8)[:, None] + columns, mask=inside[:, None], other=0.0)
+        d = gl.load(dout + ((i + rows) * passes.dout_row * 8)[:, None] + columns, mask=inside[:, None], other=0.0)
+        logarithm = gl.load(lse + (i + rows) * passes.lse_row, mask=inside, other=float("-inf"))
         delta = gl.sum(o.to(gl.float32) * d.to(gl.float32), 1)
         empty = logarithm == float("-inf")
         gl.store(stats + i + rows, gl.where(empty, float("inf"), logarithm * 1.4426950408889634))
         gl.store(stats + padded + i + rows, gl.where(empty, 0.0, delta))
-    acc = gl.multiple_of(aside.acc_ptr + (head.to(gl.int64) * aside.seqlen + row) * D, 16)
+    acc = gl.multiple_of(passes.acc_ptr + (head.to(gl.int64) * passes.seqlen + row) * D, 16)
     zeros = gl.zeros([ROWS, D], gl.float32, layout)
     for i in range(0, 64, ROWS):
         gl.store(acc + ((i + rows) * D)[:, None] + columns, zeros, mask=(i + rows < left)[:, None])
 
 
 @gluon.jit
-def _cast(aside, problem, head, row, D: gl.constexpr):
+def _cast(passes, problem, head, row, D: gl.constexpr):
     """Scale and cast dQ of 64 rows of a head, its columns back in order, as `postprocess` does."""
     ROWS: gl.constexpr = 256 // D
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [ROWS, D // 8], [1, 1], [1, 0])
-    acc = gl.multiple_of(aside.acc_ptr + (head.to(gl.int64) * aside.seqlen + row) * D, 16)
-    dq = _start(aside.dq_ptr, aside.dq_batch, aside.dq_row, aside.dq_head, aside, problem, head, row)
+    acc = gl.multiple_of(passes.acc_ptr + (head.to(gl.int64) * passes.seqlen + row) * D, 16)
+    dq = _start(passes.dq_ptr, passes.dq_batch, passes.dq_row, passes.dq_head, passes, problem, head, row)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
-    left = aside.seqlen - row
+    left = passes.seqlen - row
     for i in range(0, 64, ROWS):
         # Other thread blocks have added to it: not from L1.
         x = gl.load(
             acc + ((i + rows) * D)[:, None] + columns, mask=(i + rows < left)[:, None], other=0.0, cache_modifier=".cg"
         )
         x = (x * problem.softmax_scale).reshape([ROWS, D // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, D])
-        x = x.to(aside.dq_ptr.dtype.element_ty)
+        x = x.to(passes.dq_ptr.dtype.element_ty)
         own = i + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-        at = (own * aside.dq_row * 8)[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+        at = (own * passes.dq_row * 8)[:, None] + gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
         gl.store(dq + at, x, mask=(own < left)[:, None])
 
 
 @gluon.jit
-def work_aside(aside, problem, drawn_ptr, D: gl.constexpr):
+def run_passes(passes, problem, drawn_ptr, D: gl.constexpr):
     """Do jobs until none is left."""
-    jobs = aside.jobs(problem)
-    sections = aside.sections(problem)
-    job = draw(aside.counters_ptr)
+    jobs = passes.jobs(problem)
+    sections = passes.sections(problem)
+    job = draw(passes.counters_ptr)
     while job < jobs * (2 * sections - 1):
         phase = job // jobs
         heads = problem.heads_together * problem.group
@@ -154,23 +154,23 @@ def work_aside(aside, problem, drawn_ptr, D: gl.constexpr):
         head = job - phase * jobs - block * heads
         if (phase > 0) & (phase % 2 == 0):
             section = phase // 2 - 1
-            wait_for(aside.counters_ptr + 2 + section * 2, problem.num_tiles * problem.heads_together * REPORTS)
-            _cast(aside, problem, section * heads + head, block * 64, D)
+            wait_for(passes.counters_ptr + 2 + section * 2, problem.num_tiles * problem.heads_together * REPORTS)
+            _cast(passes, problem, section * heads + head, block * 64, D)
         else:
             section = gl.where(phase == 0, 1, (phase + 3) // 2)
             if section < sections:
-                _prepare(aside, problem, section * heads + head, block * 64, D)
-                count_up(aside.counters_ptr + 1 + section * 2)
-        job = draw(aside.counters_ptr)
-    end_of_draws(aside, problem, drawn_ptr, True)
+                _prepare(passes, problem, section * heads + head, block * 64, D)
+                count_up(passes.counters_ptr + 1 + section * 2)
+        job = draw(passes.counters_ptr)
+    end_of_draws(passes, problem, drawn_ptr, True)
 
 
 @gluon.jit
-def end_of_draws(aside, problem, drawn_ptr, ASIDE: gl.constexpr):
+def end_of_draws(passes, problem, drawn_ptr, PASSES: gl.constexpr):
     """Set the counters of a launch to zero when all warps that draw from them have ended, by the last one."""
-    WARPS: gl.constexpr = 1 + HELPERS if ASIDE else 1
+    WARPS: gl.constexpr = 1 + HELPERS if PASSES else 1
     if draw(drawn_ptr + 1) == gl.num_programs(0) * WARPS - 1:
         gl.store(drawn_ptr, 0)
         gl.store(drawn_ptr + 1, 0)
-        if ASIDE:
-            aside.clear(problem)
+        if PASSES:
+            passes.clear(problem)
