@@ -150,10 +150,10 @@ def cost(mask: Mask) -> dict[str, float]:
     _ = mask.is_two_sided, mask.ends(), mask.begins()
     side = mask.cached("transposed", mask.transposed)
     side.bounds()
-    forward = walks(mask, torch.device("cpu"), mask.q_span, 128, 128, near=True, shifted=True)
+    forward = walks(mask, torch.device("cpu"), mask.q_span, 64, 128, near=True, shifted=True)
     backward = walks(side, torch.device("cpu"), (0, side.seqlen_q), 128, 64, near=True)
     found: dict[str, float] = {"host_ms": 1e3 * (time.perf_counter() - began), "pairs": mask.num_visible}
-    for name, walk, area in (("forward", forward, 128 * 128), ("backward", backward, 128 * 64)):
+    for name, walk, area in (("forward", forward, 64 * 128), ("backward", backward, 128 * 64)):
         blocks = (walk.stretches[:, 1] - walk.stretches[:, 0]).double()
         found[f"{name}_visible"] = mask.num_visible / (float(blocks.sum()) * area)
         found[f"{name}_masked"] = float((blocks * walk.stretches[:, 2]).sum() / blocks.sum())
@@ -165,21 +165,25 @@ def cost(mask: Mask) -> dict[str, float]:
 
 
 def timed_in_turns(runs: dict[str, Run], rounds: int = 5) -> dict[str, float]:
-    """Return the median seconds of each run. A sample follows a call of the same kernel, since power limits lag."""
+    """Return the median seconds of each run, in random order.
+
+    A sample follows 30 ms of the same kernel, since power limits lag: a kernel after one that needs little is fast.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            run()
+    for _ in range(rounds + 1):  # the first tells how long a run takes
+        for name, run in random.sample(list(runs.items()), len(runs)):
+            for _ in range(math.ceil(0.03 / seconds[name][-1]) if seconds[name] else 1):
+                run()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             run()
             end.record()
             end.synchronize()
             seconds[name].append(begin.elapsed_time(end) / 1e3)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
 def draw(rows: int, heads: int, dim: int) -> torch.Tensor:

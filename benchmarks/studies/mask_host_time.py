@@ -69,13 +69,13 @@ def plan(mask: SequenceMask, name: str) -> Mask:
 
 
 def tables(mask: Mask) -> None:
-    """Make the tables of the Hopper kernels at head_dim 128."""
+    """Make the tables of the Hopper kernels at head_dim 128, with an even number of query heads for each KV head."""
     hop_of(mask, CPU)
     if not mask.is_two_sided:
-        tile_table(mask, CPU, 128, mask.q_span)
+        tile_table(mask, CPU, 64, mask.q_span)
         return
-    walks(mask, CPU, mask.q_span, 128, 128, near=True, shifted=True)
-    limits(mask, CPU, 128, mask.q_span)
+    walks(mask, CPU, mask.q_span, 64, 128, near=True, shifted=True)
+    limits(mask, CPU, 64, mask.q_span)
     side = mask.cached("transposed", mask.transposed)
     walks(side, CPU, (0, side.seqlen_q), 128, 64, near=True)
     if has_begins(mask):

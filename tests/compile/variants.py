@@ -70,6 +70,8 @@ def _forwards(recorder: Recorder, head_dim: int) -> None:
         _forward(recorder, head_dim, mask, resume=True)
     for resume in (False, True) if head_dim == 128 else ():
         _forward(recorder, head_dim, "band", out_dtype=torch.float32, resume=resume)
+    if head_dim == 128:
+        _forward(recorder, head_dim, "ends", mha=True)  # a tile of one head
 
 
 def _masks(head_dim: int) -> list[str]:
@@ -135,10 +137,12 @@ def _forward(
     *,
     out_dtype: torch.dtype | None = None,
     resume: bool = False,
+    mha: bool = False,
 ) -> None:
-    words = [_label(head_dim), str(dtype)[6:], mask, "resume" if resume else "", "fp32 out" if out_dtype else ""]
+    words = [_label(head_dim), str(dtype)[6:], mask, "resume" * resume, "fp32 out" if out_dtype else "", "mha" * mha]
     recorder.variant = " ".join(word for word in words if word)
     (q, k), (out, v) = (_operands(width, dtype) for width in _widths(head_dim))
+    k, v = (q, out) if mha else (k, v)
     out = torch.empty(out.shape, dtype=out_dtype or dtype)
     lse = torch.empty(q.shape[0], q.shape[2], _TOKENS)
     acc = torch.empty(out.shape) if resume else None

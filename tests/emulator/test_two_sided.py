@@ -29,11 +29,14 @@ _NIGHTLY = pytest.mark.nightly
 _EACH = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS.keys())
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=_NIGHTLY)])
+_EVEN, _ODD = (pytest.param(Shape(128, heads, 1), marks=_NIGHTLY) for heads in (2, 3))  # two heads a tile, and one
+
+
+@pytest.mark.parametrize("shape", [Shape(64), _EVEN, _ODD], ids=str)
 @_EACH
-def test_forward_masks(mask: Mask, head_dim: int) -> None:
+def test_forward_masks(mask: Mask, shape: Shape) -> None:
     assert mask.is_two_sided
-    assert_close(*_outputs(mask, Shape(head_dim)), num_chunks=2)
+    assert_close(*_outputs(mask, shape), num_chunks=2)
 
 
 @pytest.mark.parametrize(
@@ -92,18 +95,21 @@ def test_fp8_forward(shape: Shape) -> None:
 
 _FORWARD = "forward.kernel"
 _RELEASE = "    mbarrier.arrive(barriers.k_empty.index(index), count=1)\n"
-_WITH_ENDS = '    if MASKED and V.mask == "ends":  # the ends are in the slot\n'
+_WITH_ENDS = """    if MASKED and V.mask == "ends":  # the ends are in the slot
+        s = hide(s, index, key, rows, shared, pointers, V)
+"""
 _FORWARD_FAULTS = {
     "a row too many": ("pipeline", "s = seen_only(s, own, ends", "s = seen_only(s, own, ends + 1"),
     "a first key too early": ("pipeline", "where(keys[None, :] >= start", "where(keys[None, :] + 1 >= start"),
     "a masked block runs unmasked": ("pipeline", "(number & 1) * (number >> 1)", "(number & 1) * 0"),
     "the first block counts twice": (_FORWARD, "gl.maximum(num_masked - 1, 0)", "num_masked"),
     "ends of another block": (_FORWARD, "tma_load(ends_desc, [0, key]", "tma_load(ends_desc, [0, key + 1]"),
-    "ends are read after their release": (_FORWARD, _WITH_ENDS, _RELEASE + _WITH_ENDS),
+    "ends are read after their release": (_FORWARD, _WITH_ENDS + _RELEASE, _RELEASE + _WITH_ENDS),
     "the stretch of another block": (_FORWARD, "            if j == 0:\n", "            if j == 1:\n"),
     "the first stretch of the next tile": (_FORWARD, "(entry, 1) + of_lane(entry, 2) - 1", "(entry, 1)"),
     "V of the last block is left out": (_FORWARD, "\n    load_previous(", "\n    0 and load_previous("),
     "a stretch is left out": ("walks", "1 + (fill < tile_size).long(), 0)", "(place % width > 0).long(), 0)"),
+    "Q of another head": ("pipeline", "own_head(tile.head, w, V)", "tile.head * V.heads"),
     "rows are counted from elsewhere": ("walks", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
 }
 

@@ -124,7 +124,10 @@ class QueryRows(NamedTuple):
 
 @gluon.jit
 def place_of(ticket, problem):
-    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group."""
+    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group.
+
+    If a tile has several heads, heads are counted in these.
+    """
     last = problem.num_tiles - problem.heads_at_last * problem.num_row_tiles
     per_group = problem.heads_per_group * problem.num_row_tiles
     first = gl.where(ticket < last, ticket // per_group * per_group, last)
@@ -141,7 +144,7 @@ def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
     _batch, _head, rank = place_of(ticket, problem)
     entry = pointers.table + rank * 4
     num_stretches = gl.load(entry + 2)
-    return gl.load(entry) * V.tiles.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+    return gl.load(entry) * V.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
 
 
 @gluon.jit
@@ -180,7 +183,7 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
         first_stop = gl.minimum(stop_of(row + FIRST, problem, V), problem.seqlen_k)
     else:
         entry = pointers.table + rank * 8
-        row = gl.load(entry) * ROWS
+        row = gl.load(entry) * V.rows
         first_key = gl.load(entry + 1)
         last_start = gl.load(entry + 2)
         first_stop = gl.load(entry + 3)
@@ -298,13 +301,25 @@ def publish(ticket, row, num_blocks, count, shared, barriers, V: gl.constexpr):
 
 
 @gluon.jit
+def own_head(head, W: gl.constexpr, V: gl.constexpr):
+    """Return the head of warpgroup W in a tile whose heads are numbered together."""
+    return head * V.heads + W % V.heads
+
+
+@gluon.jit
+def own_row(row, W: gl.constexpr, V: gl.constexpr):
+    """Return the first row of warpgroup W in a tile."""
+    return row + W // V.heads * V.tiles.block_m
+
+
+@gluon.jit
 def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
     """Load the rows of each warpgroup once it has finished with those of the previous tile."""
     WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
         load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                  tile.row + w * V.tiles.block_m, tile.head, 0, V)  # fmt: skip
+                  own_row(tile.row, w, V), own_head(tile.head, w, V), 0, V)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- consumers
@@ -576,11 +591,13 @@ def receive(count, shared, barriers, V: gl.constexpr):
 
 @gluon.jit
 def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, V: gl.constexpr):
-    """Return the tile of a ticket as consumer W sees it."""
+    """Return the tile of a ticket as consumer W sees it, with its own head."""
     if V.mask == "ends":
         batch, head, _rank = place_of(ticket, problem)
-        return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
-    return decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+        return Tile(batch, own_head(head, W, V), row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
+    tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
+    return Tile(tile.batch, own_head(tile.head, W, V), tile.row, tile.key, tile.num_blocks, tile.first_seen,
+                tile.first_full, tile.end_full, tile.end_seen)  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- kernel

@@ -83,7 +83,7 @@ def walks(
             begins = torch.nn.functional.pad(stretches[:, 0], (0, 1), value=1 << 30)
             order = begins[torch.where(tiles[:, 2] > 0, tiles[:, 1], len(stretches)).long()].argsort(stable=True)
         elif near:
-            order = _near_together(tiles, stretches, tile_rows // block + 1)
+            order = _near_together(tiles, stretches, -(-tile_rows // block) + 1)
         else:
             order = _longest_first(tiles[:, 3])
         tiles = tiles[order].contiguous()

@@ -136,30 +136,31 @@ def build_launch(
     q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     starts = kind == "ends" and has_begins(mask)
-    variant = _variant(tiles, kind, acc is not None, starts, out.dtype)
+    heads_per_kv = q.shape[2] // k.shape[2]
+    heads = 2 if kind in ("bounds", "ends") and tiles.num_warpgroups == 2 and heads_per_kv % 2 == 0 else 1
+    variant = _variant(tiles, kind, acc is not None, starts, heads, out.dtype)
     if kind == "bounds":
         start, stop = (bound[slice(*rows)] for bound in mask.bounds(q.device))
-        table = tile_table(mask, q.device, variant.tiles.rows, rows)
+        table = tile_table(mask, q.device, variant.rows, rows)
     elif kind == "ends":
-        ends, start, stop = limits(mask, q.device, variant.tiles.rows, rows)
+        ends, start, stop = limits(mask, q.device, variant.rows, rows)
         ends = block_descriptor(ends, (1, variant.tiles.block_n))
-        sizes = variant.tiles.rows, variant.tiles.block_n
+        sizes = variant.rows, variant.tiles.block_n
         table, stretches, *_ = walks(mask, q.device, rows, *sizes, near=True, shifted=True)
     batch, seqlen_q, num_heads, head_dim = q.shape
     seqlen_k, num_kv_heads = k.shape[1], k.shape[2]
-    num_row_tiles = -(-seqlen_q // variant.tiles.rows)
-    num_tiles = batch * num_heads * num_row_tiles
-    heads_per_kv = num_heads // num_kv_heads
+    num_row_tiles = -(-seqlen_q // variant.rows)
+    num_tiles = batch * num_heads // heads * num_row_tiles
     per_group = heads_per_kv * kv_heads_per_group(num_kv_heads, seqlen_k * (head_dim + v.shape[3]) * k.element_size())
+    at_last = heads_at_last(mask.regions, variant.tiles, rows, batch * num_heads, per_group, num_sms)
     arguments = (
         *_descriptors(q, k, v, out, acc, variant.tiles),
         ends, lse, start, stop, table, stretches, counter,
-        seqlen_q, seqlen_k, num_heads, heads_per_kv,
-        per_group, heads_at_last(mask.regions, variant.tiles, rows, batch * num_heads, per_group, num_sms),
+        seqlen_q, seqlen_k, num_heads // heads, heads_per_kv // heads, per_group // heads, at_last // heads,
         num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
-    key = (head_dim, v.shape[3], kind, acc is not None, starts, q.dtype, out.dtype)
+    key = (head_dim, v.shape[3], kind, acc is not None, starts, heads, q.dtype, out.dtype)
     return LaunchArgs(key, min(num_sms, num_tiles), arguments)
 
 
@@ -187,10 +188,12 @@ def write_unseen_rows(out: Tensor, lse: Tensor, acc: Tensor | None, rows: slice)
 
 
 @functools.cache
-def _variant(tiles: ForwardTiles, mask: str, resume: bool, starts: bool, out_dtype: torch.dtype) -> ForwardVariant:
+def _variant(
+    tiles: ForwardTiles, mask: str, resume: bool, starts: bool, heads: int, out_dtype: torch.dtype
+) -> ForwardVariant:
     if tiles.stages_of_16_bits and not resume and out_dtype != torch.float32:
         tiles = replace(tiles, num_stages=tiles.stages_of_16_bits)
-    return ForwardVariant(tiles, mask, resume, starts)
+    return ForwardVariant(tiles, mask, resume, starts, heads)
 
 
 def second_band(mask: Mask) -> Region | None:

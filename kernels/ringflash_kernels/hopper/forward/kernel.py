@@ -60,6 +60,7 @@ from ringflash_kernels.hopper.pipeline import (
     nothing_yet,
     over_lanes,
     own_q,
+    own_row,
     pair,
     pass_block,
     pass_turn,
@@ -90,12 +91,20 @@ class ForwardVariant:
             each row) or "ends" (besides, the end of each key: the row after the last one that sees it).
         resume: read and continue the state of earlier calls.
         starts: under "ends", rows see only keys from their first one on, as with a window; otherwise that is implied.
+        heads: query heads of a tile, of one KV head. With two, both warpgroups have the same rows, so a tile has fewer
+            rows, and visits and masks fewer blocks where documents begin or end.
     """
 
     tiles: ForwardTiles
     mask: str
     resume: bool
     starts: bool = False
+    heads: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.tiles.rows // self.heads
 
     @property
     def is_band(self) -> bool:
@@ -230,8 +239,8 @@ def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointer
 
 @gluon.jit
 def entry_of(ticket, problem, pointers):
-    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane."""
-    _batch, _head, rank = place_of(ticket, problem)
+    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane; past the last one, of that."""
+    _batch, _head, rank = place_of(gl.minimum(ticket, problem.num_tiles - 1), problem)
     return load_lanes(pointers.table + rank * 4)
 
 
@@ -273,7 +282,7 @@ def produce_ahead(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
     none = ticket * 0 - 1
     previous = (none, none, none)
     while ticket < problem.num_tiles:
-        row, num_blocks = of_lane(entry, 0) * V.tiles.rows, of_lane(entry, 3)
+        row, num_blocks = of_lane(entry, 0) * V.rows, of_lane(entry, 3)
         num_stretches, last = of_lane(entry, 2), last_of(entry)
         batch, head, _rank = place_of(ticket, problem)
         tile = Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, last, num_stretches)
@@ -656,7 +665,7 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
     ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
         tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
-        row = tile.row + W * V.tiles.block_m
+        row = own_row(tile.row, W, V)
         row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
         lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
             + tile.head.to(gl.int64) * problem.lse_stride_h  # fmt: skip

@@ -116,6 +116,12 @@ class Fp8Variant:
     resume: bool
     row_max: bool = False
     starts: bool = False
+    heads = 1
+
+    @property
+    def rows(self) -> int:
+        """Query rows of a tile."""
+        return self.tiles.rows
 
     @property
     def is_band(self) -> bool:
