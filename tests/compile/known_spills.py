@@ -70,9 +70,9 @@ KNOWN_SPILLS: dict[str, dict[str, int]] = {
         "backward_wide hd256 bfloat16 ends": 3,
         "backward_wide hd256 bfloat16 ends window": 4,
         # As with 3.6.
-        "backward_latent hd192/128 bfloat16 band": 8,
+        "backward_latent hd192/128 bfloat16 band": 4,
         "backward_latent hd192/128 bfloat16 bounds": 6,
-        "backward_latent hd192/128 bfloat16 band store": 17,
+        "backward_latent hd192/128 bfloat16 band store": 7,
         "backward_latent hd192/128 bfloat16 ends": 1,
         "backward_latent hd192/128 bfloat16 ends window": 9,
         "forward_kernel hd128 bfloat16 ends window": 2,

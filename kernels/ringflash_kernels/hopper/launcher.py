@@ -65,15 +65,24 @@ class Launcher:
         specialised: let triton specialise on the values of integers and pointers (equal to 1, multiples of 16).
         num_warps: warps of a program.
         max_registers: of a thread, if fewer than ptxas takes.
+        ptx_options: further options of ptxas.
     """
 
     def __init__(
-        self, kernel: Any, *, specialised: bool = False, num_warps: int = 4, max_registers: int | None = None
+        self,
+        kernel: Any,
+        *,
+        specialised: bool = False,
+        num_warps: int = 4,
+        max_registers: int | None = None,
+        ptx_options: str = "",
     ) -> None:
         self._kernel, self._specialised = kernel, specialised
         self._options = {"num_warps": num_warps, **_OPTIONS}
         if max_registers is not None:
             self._options["maxnreg"] = max_registers
+        if ptx_options:
+            self._options["ptx_options"] = f"{_OPTIONS['ptx_options']} {ptx_options}"
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, variant: Hashable, num_programs: int, *args: Any, **constants: Any) -> None:

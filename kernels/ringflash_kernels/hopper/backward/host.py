@@ -25,7 +25,7 @@ from ringflash_kernels.hopper.backward.preprocess import postprocess, preprocess
 from ringflash_kernels.hopper.backward.queries import backward_queries
 from ringflash_kernels.hopper.backward.tiles import SMS, STEPS_OF_A_TILE, backward_tiles
 from ringflash_kernels.hopper.backward.wide import backward_wide
-from ringflash_kernels.hopper.compat import TensorDescriptor
+from ringflash_kernels.hopper.compat import MANY_ADDRESSES, TensorDescriptor
 from ringflash_kernels.hopper.descriptors import Descriptor, block_descriptor, cut, geometry, misaligned
 from ringflash_kernels.hopper.forward.host import FEW_WAVES, count_sms, last_group, second_band
 from ringflash_kernels.hopper.launcher import Launcher
@@ -55,6 +55,8 @@ HELD_QUERIES = 128  # per CTA of `backward_queries`
 _NO_PASSES = (None,) * 20
 
 _KEYS, _LATENT, _WIDE, _QUERIES = map(Launcher, (backward_keys, backward_latent, backward_wide, backward_queries))
+# For one band ptxas would compute the many addresses of 3.9 in vector registers, and move 48 of them a step.
+_LATENT_BAND = Launcher(backward_latent, ptx_options="--register-usage-level=0" if MANY_ADDRESSES else "")
 
 
 class HopperBackward:
@@ -277,7 +279,7 @@ class HopperBackward:
             )  # fmt: skip
         elif tiles.latent:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
-            _LATENT(
+            (_LATENT if hop.has_bounds or hop.two_sided else _LATENT_BAND)(
                 variant, num_works,
                 *queries.q, *loads[0], loads[1][0], queries.dout[0], queries.stats, *queries.dq, *stores,
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *scales, **choices,
