@@ -288,7 +288,7 @@ def host_times() -> str:
 
 def ring_fp8() -> str:
     """Tabulate the percentage of the ideal that rings of two GPUs reach in FP8."""
-    mask = "causal, hopper_fp8_scores"
+    mask = "causal, hopper_fp8_all"
     names = {"copy engine": COPY_ENGINE, "copy engine, CUDA graph": GRAPH, "NCCL": NCCL}
     rows = [
         [f"{int(tokens) // 1024}k", label, *_both("ring_fp8_2xh200", tokens, mask, name).split(" / ")]

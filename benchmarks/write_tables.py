@@ -44,8 +44,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def tables() -> Iterator[tuple[str, str, str]]:
     """Return the page, name and text of every table."""
-    for name, result in _of_results("kernels_fp8_*"):
-        yield "docs/fp8.md", f"{name}_fp8", fp8_kernel_tables(result)
+    for pattern in ("kernels_hd128_1xh200", "kernels_other_heads_1xh200"):
+        for name, result in _of_results(pattern):
+            yield "docs/fp8.md", f"{name}_fp8", fp8_kernel_tables(result)
     for name, result in _of_results("ring_documents_*"):
         yield "docs/masks.md", name, ring_documents_table(result)
     for name, result in _of_results("documents"):

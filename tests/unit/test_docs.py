@@ -28,9 +28,7 @@ UNQUOTED = {  # settings of the code, definitions, and what a table of the same 
     ],
     "docs/fp8.md": [
         "about 5% in `out`", "about 1% of bf16's; [single", "loss within 1% of", "within about 1% of bf16's in",
-        "take 38 ms forward",
-        "and 54 ms in", "at most 8% anywhere",
-        "3 to 8% at head_dim 256", "ends within 2% of",
+        "take 38 ms forward", "and 54 ms in", "at most 6% anywhere", "ends within 2% of",
         "norm, within 2.5%, more", "by up to 1.8%.", "ended 2 to 3% higher", "end within 0.4% of bf16",
         "about 1% higher", "is 3 to 8% off", "up to 14% wrong", "is 4 to 11%.", "within 0.3% of that",
     ],
