@@ -324,7 +324,7 @@ def test_tiles_draw_the_same_in_the_backward(kind: str, compiled: bool) -> None:
     assert torch.equal(out, whole) and (got - want).abs().max() <= 1e-12 * want.abs().max()
 
 
-def test_tiles_see_weights_that_changed_before_the_backward() -> None:
+def test_tiles_see_weights_changed_before_the_backward() -> None:
     """Gradients of new weights are not those of the outputs; torch refuses them without tiles, too."""
     mlp = model_with(Memory(mlp_tile_tokens=5)).get_submodule("model.model.layers.0.mlp")
     out = mlp(torch.randn(1, 20, 32, dtype=torch.float64, requires_grad=True))

@@ -205,8 +205,18 @@ class _Products(host.HopperBackward):
             in_parts = False  # a CTA stores the first part and adds the others; at 128 that takes too many registers
         in_fp32, empty = num_parts > _FEW_PARTS, hop.num_rows == 0
         with host.written(hop, dk, dv, accumulate, in_parts, in_fp32=in_fp32, zeros=empty) as (dk, dv, adds):
-            if not empty:
-                self._launch(records, mask, hop, group, dk, dv, adds, zeros=adds and not accumulate)
+            if empty:
+                return
+            keys = KeyOperands(
+                records, self.q.shape[3], self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
+                has_unit=self.maxima is not None, zeros=(dk, dv) if adds and not accumulate else None,
+            )  # fmt: skip
+            if self.maxima is not None and self._added:
+                rescale(self.dq, self.maxima)  # fp16
+            self._added = True
+            self._add_keys_fp8(records, keys, mask, hop, group, dk, dv, adds)
+            if self.tiles.wide:
+                self._add_queries_fp8(records, keys, mask)
 
     def write_dq(self, out: Tensor) -> None:
         """Write dQ, rotated back and with the factors of its rows."""
@@ -214,31 +224,6 @@ class _Products(host.HopperBackward):
         add_rotated_back(
             _by_rows(self.accumulated_dq(), out), out, scale, factor=self.factor, maxima=self.maxima, interleaved=True
         )  # fmt: skip
-
-    def _launch(
-        self,
-        records: Tensor,
-        mask: Mask,
-        hop: HopRectangle,
-        group: int,
-        dk: Tensor,
-        dv: Tensor,
-        accumulate: bool,
-        *,
-        zeros: bool,
-    ) -> None:
-        """Launch the kernels of a hop for its records; dq in fp16 is rescaled before, and dk and dv zeroed if asked."""
-        head_dim = self.q.shape[3]
-        keys = KeyOperands(
-            records, head_dim, self._maxima, mode=self.products, softmax_scale=self.softmax_scale,
-            has_unit=self.maxima is not None, zeros=(dk, dv) if zeros else None,
-        )  # fmt: skip
-        if self.maxima is not None and self._added:
-            rescale(self.dq, self.maxima)
-        self._added = True
-        self._add_keys_fp8(records, keys, mask, hop, group, dk, dv, accumulate)
-        if self.tiles.wide:
-            self._add_queries_fp8(records, keys, mask)
 
     def _add_keys_fp8(
         self,
