@@ -287,10 +287,7 @@ def step(original: Callable[..., Any], self: Any, *args: Any, **options: Any) ->
 
 
 def _post_init_arguments(original: Callable[..., Any], self: Any) -> None:
-    """Count every rank in a generation_batch_size that was given: TRL divides it by the processes, not by the rings.
-
-    `count_groups_of_rings` counts rings again.
-    """
+    """Count ranks in a given generation_batch_size, as TRL divides it; `count_groups_of_rings` counts rings again."""
     original(self)
     if getattr(self, "generation_batch_size", None) is not None:
         self.generation_batch_size *= _ring_size_of(self)
