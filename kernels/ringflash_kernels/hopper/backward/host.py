@@ -648,7 +648,7 @@ def heads_at_last(hop: HopRectangle, block_n: int, num_groups: int, group: int, 
 
     Fewer groups share Q and dO in L2 better: see `last_group`.
     """
-    costs = [steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n)]
+    costs = tuple(steps * group + STEPS_OF_A_TILE for steps in hop.steps_of_tiles(block_n))
     num = num_groups // together
     return together * last_group(costs, num, num, together, SMS)
 

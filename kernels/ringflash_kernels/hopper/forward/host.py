@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
@@ -119,20 +118,12 @@ def build_launch(
     Args:
         counter: two int32 zeros, which are zeros again after the launch.
     """
-    rows, keys = mask.q_span, (0, mask.seqlen_k)
+    rows = mask.q_span
     tiles = forward_tiles(q.shape[3], v.shape[3])
     assert tiles is not None
-    region, second = mask.regions[0], second_band(mask) if tiles.skips else None
     ends = start = stop = table = stretches = None
-    lower = upper = split = jump = 0
-    if second is not None or len(mask.regions) == 1:
-        keys = (region.k_start, mask.regions[-1].k_stop)
-        lower, upper = band_of(region)
-        kind = "none" if region.lower is None and region.upper is None else "band"
-        if second is not None:
-            kind, split, jump = "bands", second.q_start - region.q_start, second.upper - region.upper
-    else:
-        kind = "ends" if mask.is_two_sided else "bounds"
+    bands = bands_of(mask) if tiles.skips or len(mask.regions) == 1 else None
+    kind, keys, diagonals = bands or table_of(mask)
     q, out, lse, acc = cut(q, 1, rows), cut(out, 1, rows), cut(lse, 2, rows), cut(acc, 1, rows)
     k, v = cut(k, 1, keys), cut(v, 1, keys)
     starts = kind == "ends" and has_begins(mask)
@@ -157,7 +148,7 @@ def build_launch(
         *_descriptors(q, k, v, out, acc, variant.tiles),
         ends, lse, start, stop, table, stretches, counter,
         seqlen_q, seqlen_k, num_heads // heads, heads_per_kv // heads, per_group // heads, at_last // heads,
-        num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1),
+        num_row_tiles, num_tiles, *diagonals, lse.stride(0), lse.stride(1),
         softmax_scale / _LN2, variant,
     )  # fmt: skip
     key = (head_dim, v.shape[3], kind, acc is not None, starts, heads, q.dtype, out.dtype)
@@ -209,6 +200,36 @@ def second_band(mask: Mask) -> Region | None:
     return below
 
 
+class VisibleKeys(NamedTuple):
+    """Keys that rows see, as a kernel finds them.
+
+    Args:
+        kind: as `ForwardVariant.mask`.
+        keys: [first, end) of the keys that the kernel gets.
+        diagonals: `lower`, `upper`, `split` and `jump` of `Problem`.
+    """
+
+    kind: str
+    keys: tuple[int, int]
+    diagonals: tuple[int, int, int, int]
+
+
+def bands_of(mask: Mask) -> VisibleKeys | None:
+    """Return a single region or two causal ones as diagonals, or None for any other mask."""
+    first, second = mask.regions[0], second_band(mask)
+    keys = first.k_start, mask.regions[-1].k_stop
+    if second is not None:
+        split, jump = second.q_start - first.q_start, second.upper - first.upper
+        return VisibleKeys("bands", keys, (*band_of(first), split, jump))
+    kind = "none" if first.lower is None and first.upper is None else "band"
+    return VisibleKeys(kind, keys, (*band_of(first), 0, 0)) if len(mask.regions) == 1 else None
+
+
+def table_of(mask: Mask) -> VisibleKeys:
+    """Return a mask of which a table of tiles says what rows see."""
+    return VisibleKeys("ends" if mask.is_two_sided else "bounds", (0, mask.seqlen_k), (0, 0, 0, 0))
+
+
 def band_of(region: Region) -> tuple[int, int]:
     """Return (lower, upper) of the band, counted from the region's own first row and key."""
     shift = region.q_start - region.k_start
@@ -248,7 +269,6 @@ def kv_heads_per_group(num_kv_heads: int, kv_bytes_per_head: int) -> int:
     return count
 
 
-@functools.lru_cache(maxsize=256)
 def heads_at_last(
     regions: tuple[Region, ...],
     tiles: ForwardTiles,
@@ -267,6 +287,13 @@ def heads_at_last(
     num_tiles = -(-(rows[1] - rows[0]) // tiles.rows) * num_heads
     if len(regions) > 2 or num_tiles > FEW_WAVES * num_sms:
         return per_group
+    costs = tile_costs(regions, tiles, rows)
+    return per_group * last_group(costs, num_heads // per_group, _GROUPS_AT_LAST, per_group, num_sms)
+
+
+@functools.lru_cache(maxsize=256)
+def tile_costs(regions: tuple[Region, ...], tiles: ForwardTiles, rows: tuple[int, int]) -> tuple[int, ...]:
+    """Return the costs of the tiles of a head, in blocks of keys, most first."""
     costs = []
     for first in range(*rows, tiles.rows):
         parts = [(max(first, x.q_start), min(first + tiles.rows, x.q_stop), x) for x in regions]
@@ -280,11 +307,11 @@ def heads_at_last(
         ]
         num_keys = max(stop for _, stop in seen) - min(start for start, _ in seen) if seen else 0
         costs.append(-(-num_keys // tiles.block_n) + _BLOCKS_OF_A_TILE)
-    costs.sort(reverse=True)
-    return per_group * last_group(costs, num_heads // per_group, _GROUPS_AT_LAST, per_group, num_sms)
+    return tuple(sorted(costs, reverse=True))
 
 
-def last_group(costs: Sequence[int], num_groups: int, most: int, together: int, num_sms: int) -> int:
+@functools.lru_cache(maxsize=256)
+def last_group(costs: tuple[int, ...], num_groups: int, most: int, together: int, num_sms: int) -> int:
     """Return how many groups of `together` heads should alternate at last, so that SMs finish at about the same time.
 
     Each SM takes the next tile when it has finished one. Groups that alternate share L2, so this is the least number,

@@ -46,12 +46,12 @@ from ringflash_kernels.hopper.compat import (
 from ringflash_kernels.hopper.descriptors import block_descriptor, cut, tile_descriptor
 from ringflash_kernels.hopper.forward.host import (
     LaunchArgs,
-    band_of,
+    bands_of,
     check_state,
     count_sms,
     heads_at_last,
     kv_heads_per_group,
-    second_band,
+    table_of,
     tile_counter,
     tile_table,
     write_unseen_rows,
@@ -685,19 +685,11 @@ def build_launch(
         counter: two int32 zeros, which are zeros again after the launch.
     """
     first, end = mask.q_span
-    span, keys = (first // BLOCK_Q * BLOCK_Q, end), (0, mask.seqlen_k)
+    span = (first // BLOCK_Q * BLOCK_Q, end)
     ends_of_blocks = ends = start = stop = table = stretches = None
-    lower = upper = split = jump = 0
-    region, second = mask.regions[0], second_band(mask)
-    is_band = second is not None or len(mask.regions) == 1
-    if is_band and region.q_start % BLOCK_Q == 0 and region.k_start % BLOCK_K == 0:
-        keys = (region.k_start, mask.regions[-1].k_stop)
-        lower, upper = band_of(region)
-        kind = "none" if region.lower is None and region.upper is None else "band"
-        if second is not None:
-            kind, split, jump = "bands", second.q_start - region.q_start, second.upper - region.upper
-    else:
-        kind = "ends" if mask.is_two_sided else "bounds"
+    region = mask.regions[0]
+    aligned = region.q_start % BLOCK_Q == region.k_start % BLOCK_K == 0
+    kind, keys, diagonals = (bands_of(mask) if aligned else None) or table_of(mask)
     q8, q_scales = cut(rows.values, 1, span), cut(rows.scales, 2, (span[0] // BLOCK_Q, -(-end // BLOCK_Q)))
     records = cut(records, 1, (keys[0] // BLOCK_K, -(-keys[1] // BLOCK_K)))
     out, lse, acc, row_max = cut(out, 1, span), cut(lse, 2, span), cut(acc, 1, span), cut(row_max, 2, span)
@@ -723,7 +715,7 @@ def build_launch(
         q_scales, lse if row_max is None else row_max,
         seqlen_q, seqlen_k, num_heads, heads_per_kv,
         per_group, heads_at_last(mask.regions, variant.tiles, span, batch * num_heads, per_group, num_sms),
-        num_row_tiles, num_tiles, lower, upper, split, jump, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
+        num_row_tiles, num_tiles, *diagonals, lse.stride(0), lse.stride(1), *q_scales.stride()[:2],
         softmax_scale / head_dim / _LN2, variant,
     )  # fmt: skip
     key = (head_dim, kind, acc is not None, row_max is not None, starts, out.dtype)
