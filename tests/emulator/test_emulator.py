@@ -52,6 +52,7 @@ def test_tma_fills_with_zeros_and_clips_stores():
         ("    fence_async_shared()\n", "", "proxy fence"),
         ("        total = warpgroup_mma_wait(0, deps=(total,))\n", "", "before warpgroup_mma_wait"),
         ("    tma_store_wait(0)\n    smem_out", "    smem_out", "still reads"),
+        ("gl.program_id(0) * 64, 0], smem_out", "gl.program_id(0) * 64 - 64, 0], smem_out", "illegal instruction"),
         ("smem_a.index(s), smem_b.index(s), total", "smem_a.index(s), smem_b, total", None),
     ],
 )
