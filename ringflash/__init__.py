@@ -27,7 +27,6 @@ from ringflash.comm.agreement import set_agreement_check
 from ringflash.comm.modules.gradients import average_gradients
 from ringflash.comm.timeouts import set_timeout
 from ringflash.comm.transport import buffer_bytes, release_buffers
-from ringflash.comm.transport.point_to_point import set_comm_sms
 from ringflash.sequence.documents import cu_seqlens_from_positions
 from ringflash.sequence.layout import document_table, granularity, local_positions, shard_sequence, unshard_sequence
 from ringflash.sequence.padding import PaddedBatch, pad_sequence
@@ -62,7 +61,6 @@ __all__ = [
     "release_buffers",
     "ring_attention",
     "set_agreement_check",
-    "set_comm_sms",
     "set_timeout",
     "shard_sequence",
     "share_prefixes",

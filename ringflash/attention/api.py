@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_batch_row, is_eager
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.transport import UNDECIDED, buffer_bytes
-from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash_kernels.mask import check_window_size
 
 
@@ -158,7 +158,6 @@ class Explanation:
         transport: means by which K/V travel, for "by_host" those between hosts; None for one process.
         steps: lines for the keys, and for the sections of each pass.
         num_visible: query-key pairs that this rank computes.
-        comm_sms: SMs that the kernels leave to NCCL.
         buffer_bytes: communication buffers that this process holds already.
     """
 
@@ -170,7 +169,6 @@ class Explanation:
     cp_rank: int
     steps: tuple[str, ...]
     num_visible: int
-    comm_sms: int
     buffer_bytes: int
     transport_reason: str = ""
 
@@ -180,7 +178,7 @@ class Explanation:
             f"({self.transport_reason}), rank {self.cp_rank} of {self.cp_size}",
             *self.steps,
             f"{self.num_visible} visible pairs on this rank",
-            f"{self.comm_sms} SMs left to messages, {self.buffer_bytes} bytes of buffers held by now",
+            f"{self.buffer_bytes} bytes of buffers held by now",
         ]
         return "\n".join(lines)
 
@@ -220,8 +218,8 @@ def explain(
     chosen = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
     return Explanation(
         plan.impl, plan.impl_reason, algorithm, chosen, *options.size_and_rank,
-        _describe_launches(plan, CallShape.of(q, k, v)), plan.all_keys.mask.num_visible, comm_sms(plan.impl, chosen),
-        buffer_bytes(), plan.transport_reason,
+        _describe_launches(plan, CallShape.of(q, k, v)), plan.all_keys.mask.num_visible, buffer_bytes(),
+        plan.transport_reason,
     )  # fmt: skip
 
 
@@ -316,7 +314,7 @@ def _window_sides(window_size: Sequence[int]) -> tuple[int, int]:
     sides = tuple(window_size) if isinstance(window_size, Sequence) else (window_size,)
     if len(sides) != 2 or not all(hasattr(side, "__index__") for side in sides):
         check_window_size(sides)
-    return sides[0], sides[1]
+    return operator.index(sides[0]), operator.index(sides[1])
 
 
 class RingAttention(nn.Module):

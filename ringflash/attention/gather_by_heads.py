@@ -36,7 +36,6 @@ from ringflash.attention.sections import GatherSizes, Unit
 from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.areas import JoinAfterError
 from ringflash.comm.transport.lanes import Lanes, Marker
-from ringflash.comm.transport.point_to_point import comm_sms
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import out_shape, state_dtype
@@ -110,8 +109,7 @@ class HeadGather(GatherCall):
                 return issue(tensors)
             assert isinstance(areas, Lanes)
             options = self.impl, self.softmax_scale, self.deterministic, self.rounded
-            place = areas.current().cuda_stream, comm_sms(self.impl, transport_name(areas))
-            key = pass_name, *map(id, self.blocks), options, form_of(tensors), place
+            key = pass_name, *map(id, self.blocks), options, form_of(tensors), areas.current().cuda_stream
             tape = areas.kept(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
                 return tape.record(areas, tensors, issue)

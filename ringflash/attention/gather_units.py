@@ -18,10 +18,9 @@ from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import Unit
 from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.profiling import profiler_range
-from ringflash.comm.transport import buffer, transport_name
+from ringflash.comm.transport import buffer
 from ringflash.comm.transport.areas import GroupAreas
 from ringflash.comm.transport.lanes import Marker
-from ringflash.comm.transport.point_to_point import kernel_options
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import BackwardPass, begin_checked_backward, kernels_of
 
@@ -104,7 +103,6 @@ class ForwardUnits(UnitKernels):
         self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
         self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
         self.forward = self.sizes.kv_format.forward_kernel(self.kernel)
-        self.options = kernel_options(call.impl, transport_name(call.areas), q.device)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
 
@@ -124,7 +122,7 @@ class ForwardUnits(UnitKernels):
         self.forward(
             queries, *keys_values, mask, self.call.softmax_scale,
             out=out if last else carried, lse=self.lse[section],
-            acc=None if unit.block == self.seen[0] else carried, **with_row_max, **self.options,
+            acc=None if unit.block == self.seen[0] else carried, **with_row_max,
         )  # fmt: skip
 
     def _states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

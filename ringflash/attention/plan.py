@@ -43,6 +43,7 @@ from ringflash.comm.transport import (
 )
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import SequenceMask
+from ringflash.sequence.paths import MASKS_KEPT
 from ringflash_kernels.api import (
     IMPLS,
     KEYS_OF_RECORD,
@@ -53,8 +54,7 @@ from ringflash_kernels.api import (
 )
 
 plan_cache: dict[tuple[Hashable, ...], CallPlan] = {}  # plans of calls on GPUs, by all that they depend on
-_MAX_PLANS = 32
-_MAX_DOCUMENT_PLANS = 8  # with documents: few, because they hold bounds in device memory, and each step needs new ones
+_MAX_PLANS = 32  # of calls without documents; of those with documents, MASKS_KEPT
 
 
 def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
@@ -87,7 +87,7 @@ def _cache(call: CallInputs, plan: CallPlan) -> None:
     for old in [old for old, cached in plan_cache.items() if store_of(cached.options.group) is None]:
         del plan_cache[old]
     alike = [old for old in plan_cache if (old[1] is None) == (call.cu_seqlens is None)]
-    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else _MAX_DOCUMENT_PLANS):
+    if len(alike) == (_MAX_PLANS if call.cu_seqlens is None else MASKS_KEPT):
         del plan_cache[alike[0]]
     plan_cache[key] = plan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import ExitStack
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -42,27 +42,26 @@ class RingCall:
         RuntimeError: the ranks made earlier calls in different orders.
     """
 
-    __slots__ = ("_lock", "_modes", "_plan", "_tracked", "device", "error", "forward", "group", "number")
+    __slots__ = ("_ends", "_plan", "device", "error", "forward", "group", "number")
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, forward: int = 0) -> None:
         self.group, self.device, self.forward = group, device, forward
         self.number = NO_NUMBER
         self.error: Exception | None = None
         self._plan: CallPlan | None = None
-        self._lock: Lock | None = None
-        self._tracked: TrackedCall | None = None
-        self._modes: ExitStack | None = None
+        self._ends = ExitStack()  # what the end of the call undoes, last first
 
     def __enter__(self) -> Self:
         if self.group is not None:
-            self._acquire()
-            try:
+            with ExitStack() as ends:
+                self._acquire(ends)
                 call_numbers.check(self.group, self.device)
-            except BaseException:
-                self._release()
-                raise
-            self.number = call_numbers.next_number(self.group, self.forward)
+                self.number = call_numbers.next_number(self.group, self.forward)
+                self._ends = ends.pop_all()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._ends.__exit__(*error)
 
     def plan(self, call: CallInputs, *others: Tensor) -> tuple[Tensor, ...]:
         """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
@@ -88,45 +87,30 @@ class RingCall:
 
     def start(self, shape: CallShape) -> LocalAttention | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
-        inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled(self.device.type)
-        if inference or autocast:
-            self._modes = ExitStack()
-        if self._modes is not None and inference:  # its tensors are read-only afterwards, but buffers are reused
-            self._modes.enter_context(torch.inference_mode(False))
-            self._modes.enter_context(torch.no_grad())
-        if self._modes is not None and autocast:
-            self._modes.enter_context(torch.autocast(self.device.type, enabled=False))
+        enter = self._ends.enter_context
+        if torch.is_inference_mode_enabled():  # its tensors are read-only afterwards, but buffers are reused
+            enter(torch.inference_mode(False))
+            enter(torch.no_grad())
+        if torch.is_autocast_enabled(self.device.type):
+            enter(torch.autocast(self.device.type, enabled=False))
         if self.group is None:
             return self.checked_plan.open(shape, self.number)
-        tracked = self._tracked = TrackedCall(self.group).__enter__()
+        tracked = enter(TrackedCall(self.group))
         order_streams(self.group, self.device)
         work = self.checked_plan.open(shape, self.number)
         tracked.count_by(work.num_posted)
         return work
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if self._modes is not None:
-                self._modes.close()
-            if self._tracked is not None:
-                self._tracked.__exit__(kind, error, trace)
-        finally:
-            self._release()
-
-    def _acquire(self) -> None:
+    def _acquire(self, ends: ExitStack) -> None:
         """Take the device's lock; if another thread has it, keep the error, to be raised on all ranks together."""
         lock = _locks[self.device]
         if lock.acquire(blocking=False):
-            self._lock = lock
+            ends.callback(lock.release)
         else:
             self.error = RuntimeError(
                 "two threads of this process called ring attention at the same time, but calls share buffers and must "
                 "have one order on all ranks; make all calls from one thread."
             )
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
 
 
 def order_streams(group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -24,10 +24,11 @@ from typing import NamedTuple
 from ringflash.attention.shard_masks import mask_between
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, Chunk, chunks
 from ringflash.sequence.mask import SequenceMask
+from ringflash.sequence.paths import MASKS_KEPT
 from ringflash_kernels.mask import Mask
 
 
-@lru_cache(maxsize=8)  # small: masks hold bounds in device memory, and packed data need a new one each step
+@lru_cache(MASKS_KEPT)
 def plan_own_keys(mask: SequenceMask, layout: str) -> Mask:
     """Return the visible pairs of a single process, which holds all rows and keys."""
     (own,) = _shards(mask, 1, layout)
@@ -130,7 +131,7 @@ class KeyBlock:
         return self.mask.seqlen_k
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, multiple: int = 1) -> KeyBlock:
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
@@ -146,7 +147,7 @@ def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: st
     return _key_block(mask, shards, cp_rank, segments, dict(enumerate(seen)), *limits, whole=True)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def plan_blocks(
     mask: SequenceMask, cp_size: int, cp_rank: int, layout: str, sizes: tuple[int, ...], multiple: int = 1
 ) -> tuple[KeyBlock, ...]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -153,18 +152,6 @@ def store_of(group: dist.ProcessGroup | None) -> dist.Store | None:
         return None if group is None else _get_process_group_store(group)
     except KeyError:
         return None
-
-
-class HoldsGroup:
-    """Mixin: deep copies of a module share its process group, which cannot be copied."""
-
-    group: dist.ProcessGroup | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.group)] = self.group
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__dict__.update(deepcopy(self.__dict__, memo))
-        return copied
 
 
 class Host(NamedTuple):

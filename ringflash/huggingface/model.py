@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from copy import deepcopy
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash import loss as token_loss
-from ringflash.comm.group import Group, HoldsGroup, resolve
+from ringflash.comm.group import Group, resolve
 from ringflash.huggingface.head_checks import find_bypassed_error, find_loss_error
 from ringflash.huggingface.head_probe import check_head, weight_of
 from ringflash.huggingface.options import inputs_of
@@ -18,7 +19,7 @@ from ringflash.huggingface.router_loss import has_router_loss, router_coefficien
 from ringflash.huggingface.validation import check_adapters, without_peft
 
 
-class CausalLMWithLoss(HoldsGroup, nn.Module):
+class CausalLMWithLoss(nn.Module):
     """A causal language model whose forward returns `ringflash.loss.cross_entropy`, computed chunk by chunk.
 
     With `output_router_logits` in its configuration, a model of experts adds router_aux_loss_coef * the balancing loss
@@ -47,6 +48,12 @@ class CausalLMWithLoss(HoldsGroup, nn.Module):
         causal = without_peft(model)
         self.logit_scale = check_head(causal)
         self.model, self.group, self.chunk_tokens = model, resolve(group), chunk_tokens
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # a process group cannot be copied
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(deepcopy(self.__dict__, memo))
+        return copied
 
     def gradient_checkpointing_enable(self, **options: Any) -> None:
         """Call the model's method of this name, for Trainer with TrainingArguments(gradient_checkpointing=True)."""

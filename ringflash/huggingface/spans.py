@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import Documents
-from ringflash.sequence.tensor_cache import LastResult
+from ringflash.sequence.tensor_cache import once_per_tensor
 
 
 class Use(Enum):
@@ -224,7 +224,7 @@ def without_directions(cu_seqlens: Tensor | None) -> Tensor | None:
     return cu_seqlens if cu_seqlens is None or cu_seqlens.dim() == 1 else _causal(cu_seqlens)
 
 
-@LastResult
+@once_per_tensor
 def _causal(table: Tensor) -> Tensor:
     causal = table.clone()
     causal[2] = 0

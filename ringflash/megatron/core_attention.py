@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from ringflash.attention.api import ring_attention
-from ringflash.sequence.tensor_cache import LastResult
+from ringflash.sequence.tensor_cache import once_per_tensor
 
 _SETTINGS = {  # of Megatron's configuration: a ring computes attention as with these values, and no others
     "softmax_type": "vanilla",
@@ -160,7 +160,7 @@ def _document_bounds(packed: PackedSeqParams, mask_type: AttnMaskType) -> Tensor
     return _read(packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
 
 
-@LastResult
+@once_per_tensor
 def _read(bounds: Tensor) -> Tensor:
     """Return bounds on the CPU, without the empty documents that Megatron's RL appends."""
     return bounds.cpu().unique_consecutive()

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from ringflash.comm.group import Group, resolve
 from ringflash.recurrent.messages import agreeing, swap
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, chunks
+from ringflash.sequence.paths import MASKS_KEPT
 
 Bounds = tuple[int, ...] | None
 
@@ -62,7 +63,7 @@ class _Plan(NamedTuple):
     inverse: Tensor
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def _plan(seqlen: int, cp_size: int, cp_rank: int, layout: str, bounds: Bounds, device: torch.device) -> _Plan:
     """Plan the all-to-all from a layout to contiguous shards of equal length."""
     length = seqlen // cp_size

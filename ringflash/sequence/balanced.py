@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ringflash.sequence.mask import Documents
-from ringflash.sequence.paths import paths_of, tree_ends
+from ringflash.sequence.paths import MASKS_KEPT, paths_of, tree_ends
 
 _TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
 _TREES_OF_RANK = 16  # a tree of at most a 16th of a rank's tokens is placed as a whole
@@ -41,7 +41,7 @@ class BalancedChunks(NamedTuple):
     size: Tensor
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
     """Distribute documents over ranks, the same on every rank.
 

@@ -32,7 +32,7 @@ from ringflash.comm.comparison import checksum_of_integers
 from ringflash.comm.group import Group, resolve
 from ringflash.sequence.balanced import balanced_chunks
 from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
-from ringflash.sequence.tensor_cache import LastResult
+from ringflash.sequence.tensor_cache import once_per_tensor
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
 DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
@@ -350,7 +350,7 @@ def _documents(cu_seqlens: Tensor) -> Documents:
     return Documents.from_rows(cu_seqlens.tolist())
 
 
-_documents_on_device = LastResult(_documents)
+_documents_on_device = once_per_tensor(_documents)
 
 
 def _bounds(layout: str, cu_seqlens: Tensor | None) -> Documents | None:

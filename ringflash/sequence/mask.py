@@ -16,6 +16,7 @@ be in one path. So in a tree with global tokens, a document that several others 
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ringflash.sequence.paths import Paths, Run, paths_of, tree_ends
+from ringflash.sequence.paths import MASKS_KEPT, Paths, Run, paths_of, tree_ends
 from ringflash_kernels.mask import Region, band_of, check_window_size
 
 
@@ -96,7 +97,7 @@ class Documents(NamedTuple):
         """Text that tells documents apart: a few plain bounds themselves, else their number and a checksum of all."""
         if self.are_plain and len(self.bounds) <= 8:
             return str(self.bounds)
-        content = hash(self.bounds if self.are_plain else self.rows) & 0xFFFFFFFF
+        content = zlib.crc32(np.asarray(self.bounds if self.are_plain else self.rows).tobytes())
         return f"{len(self.bounds)} bounds{'' if self.are_plain else ' in a table'}, checksum {content:08x}"
 
 
@@ -139,7 +140,7 @@ class SequenceMask:
                 "only its left side limits what they see."
             )
 
-    @property
+    @cached_property
     def documents(self) -> Documents | None:
         """The documents, or None if none were given."""
         if self.cu_seqlens is None:
@@ -278,7 +279,7 @@ def _triangle(n: np.ndarray) -> np.ndarray:
     return n * (n + 1) // 2
 
 
-@lru_cache(maxsize=8)  # checked for every rank, layer and pass
+@lru_cache(MASKS_KEPT)  # checked for every rank, layer and pass
 def check_parents(
     cu_seqlens: tuple[int, ...] | None,
     parents: tuple[int, ...] | None,
@@ -333,7 +334,7 @@ def _check_global_tokens(cu_seqlens: tuple[int, ...], parents: tuple[int, ...], 
             )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def check_cu_seqlens(cu_seqlens: tuple[int, ...], seqlen: int) -> None:
     """Raise ValueError unless cu_seqlens increases from 0 to the global length."""
     if len(cu_seqlens) < 2 or cu_seqlens[0] != 0:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+# Masks that caches keep: each layer attends the rows of a batch one after another. More would take memory, since masks
+# hold tables on the device, and packed documents need new ones at each step.
+MASKS_KEPT = 16
+
 
 class Run(NamedTuple):
     """Keys [start, stop) of a path that are neighbours in the sequence; their path position is `key - shift`."""
@@ -36,7 +40,7 @@ class Paths(NamedTuple):
         return runs[::-1]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(MASKS_KEPT)
 def paths_of(bounds: tuple[int, ...], parents: tuple[int, ...] | None) -> Paths:
     """Return the paths of documents, which must be in depth-first order."""
     if parents is None:

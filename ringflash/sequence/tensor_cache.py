@@ -1,34 +1,33 @@
-"""Result of a function of a tensor, kept for as long as the tensor has its values."""
+"""Results of a function of a tensor, kept for as long as the tensor lives and has its values."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Generic, TypeVar
-from weakref import ref
+from typing import TypeVar
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 T = TypeVar("T")
 
 
-class LastResult(Generic[T]):
-    """A function of one tensor that is computed again only for another tensor, or once the tensor was written to.
+def once_per_tensor(compute: Callable[[Tensor], T]) -> Callable[[Tensor], T]:
+    """Decorate a function of one tensor: it is computed again only after torch has seen a write to the tensor.
 
-    Layers of a model are given one tensor in turn, and to read one on a GPU takes a wait for the device.
-
-    Args:
-        compute: the function. Tensors of inference mode do not count writes: for those it is always called.
+    The layers of a model are given the same few tensors in turn, and reading one on a GPU waits for the device. Tensors
+    of inference mode do not count writes, so their results are not kept.
     """
+    results = WeakTensorKeyDictionary()  # tensor: (its version, result)
 
-    def __init__(self, compute: Callable[[Tensor], T]) -> None:
-        self._compute = compute
-        self._cached: tuple[ref[Tensor], int, T] | None = None
-
-    def __call__(self, x: Tensor) -> T:
-        """Return the result for a tensor."""
+    @functools.wraps(compute)
+    def result_of(x: Tensor) -> T:
         if x.is_inference():
-            return self._compute(x)
-        cached = self._cached
-        if cached is None or cached[0]() is not x or cached[1] != x._version:
-            cached = self._cached = ref(x), x._version, self._compute(x)
-        return cached[2]
+            return compute(x)
+        version, result = results.get(x, (None, None))
+        if version != x._version:
+            result = compute(x)
+            results[x] = x._version, result
+        return result
+
+    return result_of

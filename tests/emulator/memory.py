@@ -159,8 +159,8 @@ class BarrierArray:
 class TensorDescriptor:
     """Host-made TMA descriptor of a torch tensor, checked as the driver checks it.
 
-    Rank 1 to 5; loads outside of the tensor give zeros, stores and reductions there are dropped. A reduction that begins
-    before the tensor is an illegal instruction on the GPU.
+    Rank 1 to 5; loads outside of the tensor give zeros, stores and reductions there are dropped. A reduction that
+    begins before the tensor is an illegal instruction on the GPU.
     """
 
     def __init__(self, base: torch.Tensor, shape, strides, block_shape, layout=None, padding: str = "zero") -> None:
@@ -207,7 +207,9 @@ class TensorDescriptor:
 
     def write(self, coord: list[int], block: np.ndarray, reduce: bool) -> None:
         if reduce and min(coord) < 0:
-            raise EmulationError(f"TMA reduction at {coord}, which is an illegal instruction: it begins before the tensor")
+            raise EmulationError(
+                f"TMA reduction at {coord}, which is an illegal instruction: it begins before the tensor"
+            )
         inside, within = self._window(coord)
         self._array[inside] = self._array[inside] + block[within] if reduce else block[within]
 

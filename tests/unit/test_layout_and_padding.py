@@ -10,6 +10,7 @@ import torch
 import ringflash
 from ringflash.loss import cross_entropy, shift_labels
 from ringflash.sequence.layout import chunks, granularity
+from ringflash.sequence.tensor_cache import once_per_tensor
 from tests.helpers.tolerance import assert_close
 
 LAYOUTS = ["zigzag", "striped", "contiguous"]
@@ -185,3 +186,14 @@ def test_shifted_labels_end_with_their_document(dtype: torch.dtype) -> None:
     assert shift_labels(tokens).dtype == torch.int64 and shift_labels(tokens).tolist() == [[6, 7, 8, 9, -100]]
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
     assert shift_labels(tokens, bounds).tolist() == [[6, -100, 8, 9, -100]]
+
+
+def test_tensors_are_read_once_until_written_to() -> None:
+    read: list[list[int]] = []
+    bounds = once_per_tensor(lambda x: read.append(x.tolist()) or x.tolist())  # type: ignore[func-returns-value]
+    rows = [torch.tensor([0, n]) for n in range(1, 10)]
+    for _ in range(3):  # layers, which attend the rows of a batch in turn
+        assert [bounds(row) for row in rows] == [[0, n] for n in range(1, 10)]
+    rows[4].mul_(2)
+    assert bounds(rows[4]) == [0, 10] and bounds(rows[3]) == [0, 4]
+    assert len(read) == 10

@@ -202,6 +202,7 @@ def test_integers_of_numpy_are_integers() -> None:
     size = pytest.importorskip("numpy").int64(3)
     got, want = (gradients(draw(), window_size=(x, 0)) for x in (size, 3))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert ringflash.explain(*draw(), group=None, window_size=(size, 0)).num_visible == 16 * 4 - 6
 
 
 def test_gradients_in_batches() -> None:

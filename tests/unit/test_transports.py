@@ -433,4 +433,6 @@ def test_plans_are_kept_for_equal_calls_of_live_groups(monkeypatch: pytest.Monke
     for bound in range(1, 60):  # packed data have other documents in each step
         ask(group=other, documents=Documents((0, bound, 64)))
     assert len(plan.plan_cache) <= schedule.plan_single_block.cache_parameters()["maxsize"] + 1
+    for bound in range(46, 60):  # rows of a batch, which each layer attends in turn
+        ask(group=other, documents=Documents((0, bound, 64)))
     assert ask(group=other) == 11 + 59  # and calls without documents keep theirs

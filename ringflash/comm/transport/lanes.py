@@ -14,7 +14,7 @@ from ringflash.comm.call_numbers import Marker
 from ringflash.comm.transport.buffers import drop_with_growth
 
 T = TypeVar("T")
-_MAX_CACHED = 20  # a cache of views drops the oldest entry beyond this number
+_MAX_CACHED = 80  # a cache of views drops the oldest entry beyond this number: five for each of 16 forms of call
 _streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by device and handle
 
 

@@ -21,7 +21,6 @@ from ringflash.comm.timeouts import describe_timeout, device_timeout, timeout
 
 TAG = int.from_bytes(b"ring")  # differs from torch's default 0, which the caller's messages in the same group have
 
-_comm_sms = 0
 
 # Batches over gloo that nobody has waited for, as after an error. They are kept, since a receive that is freed while
 # its message arrives blocks all later messages between the two ranks (torch 2.13).
@@ -180,34 +179,3 @@ def _started(start: Callable[[], dist.Work], what: str) -> dist.Work:
         return start()
     except RuntimeError as cause:  # the peer has closed the connection
         raise _peer_error(f"{what} did not begin", cause) from cause
-
-
-def set_comm_sms(num_sms: int) -> None:
-    """Set how many SMs the forward of "hopper" and "hopper_fp8" leaves to NCCL, default 0; other transports need none.
-
-    NCCL's sends and receives are kernels. The default is 0 because they are posted before our kernel, which fetches
-    tiles dynamically and does not need the SMs that they hold (docs/performance.md has a measurement). Backward kernels
-    free an SM after every tile.
-
-    Args:
-        num_sms: streaming multiprocessors of each GPU.
-    Raises:
-        ValueError: a negative number, or no integer.
-    """
-    global _comm_sms
-    if not isinstance(num_sms, int) or num_sms < 0:
-        raise ValueError(f"num_sms must be 0 or more multiprocessors, got {num_sms!r}; the default is 0.")
-    _comm_sms = num_sms
-
-
-def comm_sms(impl: str, transport: str | None) -> int:
-    """Return the number of SMs that a call leaves free."""
-    return _comm_sms if impl.startswith("hopper") and transport == "nccl" else 0
-
-
-def kernel_options(impl: str, transport: str | None, device: torch.device) -> dict[str, int]:
-    """Return the forward kernel's option `num_sms` if it leaves SMs to NCCL, else no options."""
-    reserved = comm_sms(impl, transport)
-    if not reserved:
-        return {}
-    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count - reserved)}
