@@ -17,11 +17,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ringflash
 from ringflash.memory import Memory, save_memory
-from tests.helpers import dense, ring_check
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
+from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.peer_memory import messages_by_heads
 from tests.helpers.pool import Context, Pool, on_ranks
-from tests.helpers.tolerance import assert_close
 
 
 @on_ranks(2, 3, 4)

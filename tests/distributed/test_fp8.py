@@ -22,8 +22,9 @@ import torch.distributed as dist
 import ringflash
 from ringflash.attention import sections
 from ringflash.comm.transport import Message, Pending, PointToPoint
+from ringflash.testing import tolerance
 from tests.distributed.test_blocks_of_keys import in_blocks
-from tests.helpers import ring_check, tolerance
+from tests.helpers import ring_check
 from tests.helpers.cases import Case, mask_cases
 from tests.helpers.peer_memory import copy_engine, messages_by_heads
 from tests.helpers.pool import Context, Pool, WorkerError

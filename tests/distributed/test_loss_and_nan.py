@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.loss import cross_entropy
-from tests.helpers import dense, ring_check
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
+from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, on_ranks
-from tests.helpers.tolerance import assert_close
 
 
 @pytest.mark.parametrize("num_labelled", [1, 5])

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ringflash.compat import ring_flash_attn as names
-from tests.helpers import dense, models
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
+from tests.helpers import models
 from tests.helpers.pool import Context, on_ranks
-from tests.helpers.tolerance import assert_close
 
 SEQLEN, HEADS, DIM = 16, 4, 8
 DOCUMENTS = [[0, 16], [0, 3, 10, 16], [0, 8, 16], [0, 2, 16]]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ringflash.comm.transport import Message, Pending, PointToPoint
+from ringflash.testing import dense
 from ringflash_kernels import reference
-from tests.helpers import dense, ring_check
+from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.api import collect, publish
 from ringflash_kernels.hopper.backward.tiles import BACKWARD_TILES
 from ringflash_kernels.mask import Mask, Region
@@ -16,7 +17,6 @@ from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 from tests.two_sided import kernel_masks
 
 _CAUSAL = MASKS["causal, ragged"]

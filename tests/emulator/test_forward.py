@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import EmulationError, Emulator
 from tests.emulator.host import cuda_properties
 from tests.emulator.oracle import MASKS, SHAPES, far_apart, is_caught, random_problem
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 
 _CAUSAL = MASKS["causal, ragged"]
 _BOTH = pytest.mark.parametrize("mask", [_CAUSAL, MASKS["documents"]], ids=["band", "bounds"])

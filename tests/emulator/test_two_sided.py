@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ringflash
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.mask import Mask, Region
 from tests.emulator.emulator import Emulator
 from tests.emulator.oracle import is_caught
@@ -21,7 +22,6 @@ from tests.emulator.test_fp8_backward import _gradients as _fp8_gradients
 from tests.emulator.test_fp8_forward import _check, _operands
 from tests.emulator.test_fp8_forward import _forward as _fp8_forward
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 from tests.two_sided.forests import random_forest
 from tests.two_sided.kernel_masks import DEEP, MASKS, keys_of, mask_of, one_by_one, sequence_mask
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.tolerance import RTOL_FP64, ratios
+from ringflash.testing.tolerance import RTOL_FP64, ratios
 
 Tensors = dict[str, torch.Tensor]
 Step = dict[str, Tensors]  # gradient, weight, ... by parameter

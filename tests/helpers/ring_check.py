@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from tests.helpers import dense, tolerance
+from ringflash.testing import dense, tolerance
+from ringflash.testing.tolerance import SEQUENCE_DIM, Ratio, assert_within
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context
-from tests.helpers.tolerance import SEQUENCE_DIM, Ratio, assert_within
 
 
 class Problem(NamedTuple):

@@ -7,9 +7,9 @@ deterministic path meet a subset, since they differ in the operands' type and in
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.mask import Mask, Region
 from tests.helpers.mask_oracle import Shape, attention, inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 from tests.two_sided import kernel_masks
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):

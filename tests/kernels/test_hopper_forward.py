@@ -13,9 +13,9 @@ import random
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.mask import Mask, Region
 from tests.helpers.mask_oracle import Shape, inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 from tests.two_sided import kernel_masks
 
 pytestmark = [

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.api import attention_backward, attention_forward
-from tests.helpers.tolerance import assert_close
 
 NEEDED_BYTES = 110 << 30
 WINDOW = (511, 0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels.api import attention_backward, attention_forward, implementation
 from ringflash_kernels.mask import Mask
 from tests.helpers.mask_oracle import inputs, oracle_and_baseline
-from tests.helpers.tolerance import assert_close
 from tests.kernels.test_hopper_forward import HEAD_DIMS, MASKS, shape_of
 
 pytestmark = [

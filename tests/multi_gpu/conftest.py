@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from benchmarks.environment import describe, result_text
+from ringflash.testing.tolerance import Ratio
 from tests.helpers.pool import Pool
-from tests.helpers.tolerance import Ratio
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

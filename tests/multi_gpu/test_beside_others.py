@@ -12,12 +12,13 @@ from statistics import fmean
 import pytest
 import torch
 
+from ringflash.testing import tolerance
+from ringflash.testing.tolerance import Ratio
 from ringflash_kernels.api import attention_backward, attention_forward, implementation
-from tests.helpers import ring_check, tolerance
+from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
 from tests.helpers.ring_check import Problem
-from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
 from tests.multi_gpu.test_ring_on_gpus import over
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringflash
 from ringflash.comm.group import Host
 from ringflash.comm.transport import copy_engine, registry
+from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 from tests.multi_gpu.test_copy_engine_on_gpus import replay
 from tests.multi_gpu.test_ring_on_gpus import CHUNK, suited

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import ringflash
 from ringflash.comm.transport import CopyEngine, open_transport
 from ringflash.comm.transport.store_exchanges import StoreExchangeCount
+from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers import ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup
 from tests.multi_gpu.test_ring_on_gpus import SECTIONS, in_sections, over, suited
 

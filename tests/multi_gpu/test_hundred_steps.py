@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import ringflash
-from tests.helpers import ring_check, tolerance
+from ringflash.testing import tolerance
+from ringflash.testing.tolerance import Ratio, assert_within
+from tests.helpers import ring_check
 from tests.helpers.cases import Case
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 from tests.multi_gpu.test_ring_on_gpus import over, suited
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringflash
-from tests.helpers import tolerance
+from ringflash.testing import tolerance
+from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 from tests.multi_gpu.test_ring_on_gpus import over
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import ringflash
 from ringflash.sequence.layout import LAYOUTS, granularity
-from tests.helpers import dense, tolerance
+from ringflash.testing import dense, tolerance
+from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers.pool import Context, Pool
 from tests.helpers.ring_check import shard, strided
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 
 pytestmark = pytest.mark.multi_gpu

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from ringflash.attention import schedule, sections
 from ringflash.attention.sections import Sections
+from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, all_cases
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio, assert_within
 from tests.multi_gpu.conftest import Setup, Table
 
 pytestmark = pytest.mark.multi_gpu

@@ -34,15 +34,15 @@ from ringflash.comm.mesh import CONTEXT_AXIS
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.memory import Memory
+from ringflash.testing.dense import visible
+from ringflash.testing.tolerance import Ratio
 from ringflash_kernels import api
 from tests.helpers import own_models as own
-from tests.helpers.dense import visible
 from tests.helpers.one_step import Found, Step, judged, one_process
 from tests.helpers.pool import Context, Pool
 from tests.helpers.recipe_model import build_model
 from tests.helpers.shared_gpu import is_shared, num_gpus, use_gpu
 from tests.helpers.shared_gpu import visible as visible_gpus
-from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
 from tests.recipes.plain_gpt import GPT
 from tests.recipes.test_strategy import Recorder, trainer_with

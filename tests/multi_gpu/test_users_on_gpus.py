@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ringflash.testing.tolerance import Ratio
 from ringflash_kernels import api
 from tests.helpers import hybrids
 from tests.helpers.one_step import Found, Step, judged, one_process
 from tests.helpers.pool import Context, Pool
-from tests.helpers.tolerance import Ratio
 from tests.multi_gpu.conftest import Setup, Table
 from tests.multi_gpu.test_training_on_gpus import CLIPPING, LEARNING_RATE
 

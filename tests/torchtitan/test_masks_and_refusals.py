@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
-from tests.helpers.tolerance import assert_close
+from ringflash.testing.tolerance import assert_close
 from tests.recipes.launching import run_ranks
 
 pytestmark = pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tolerance import assert_close
+from ringflash.testing.tolerance import assert_close
 from tests.recipes.launching import run_ranks
 
 pytestmark = pytest.mark.timeout(900)

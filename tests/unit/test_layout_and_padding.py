@@ -11,7 +11,7 @@ import ringflash
 from ringflash.loss import cross_entropy, shift_labels
 from ringflash.sequence.layout import chunks, granularity
 from ringflash.sequence.tensor_cache import once_per_tensor
-from tests.helpers.tolerance import assert_close
+from ringflash.testing.tolerance import assert_close
 
 LAYOUTS = ["zigzag", "striped", "contiguous"]
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringflash.loss import count_tokens, cross_entropy, score_tokens, token_log_probs
-from tests.helpers.tolerance import assert_close
+from ringflash.testing.tolerance import assert_close
 
 VOCAB = 37
 

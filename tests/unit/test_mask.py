@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringflash.testing import dense
 from ringflash_kernels.mask import Mask, Region
-from tests.helpers import dense
 
 LENGTH = 9
 

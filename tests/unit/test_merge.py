@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels import merge_
-from tests.helpers.tolerance import assert_close
 
 State = tuple[torch.Tensor, torch.Tensor]
 

@@ -22,9 +22,9 @@ from ringflash.attention.options import CallOptions
 from ringflash.comm import call_numbers
 from ringflash.memory.layers import attention_kept
 from ringflash.sequence.layout import read_documents
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels import reference
-from tests.helpers import dense
-from tests.helpers.tolerance import assert_close
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close
 from ringflash_kernels import Mask, Region, attention_backward, attention_forward, begin_backward, flash4, reference
 from ringflash_kernels.api import keys_in_pieces
-from tests.helpers import dense
-from tests.helpers.tolerance import assert_close
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {"causal": False},

@@ -16,7 +16,7 @@ from ringflash.attention.schedule import active_steps, plan_blocks, plan_own_key
 from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
-from tests.helpers import dense
+from ringflash.testing import dense
 from tests.two_sided.forests import Forest, with_global_tokens
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers import dense
-from tests.helpers.tolerance import assert_close, ratios
+from ringflash.testing import dense
+from ringflash.testing.tolerance import assert_close, ratios
 
 
 def problem() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
