@@ -1,1 +1,1 @@
-"""Attention over a sequence that is sharded over ranks; start with README.md in this folder."""
+"""Attention over a sequence that is sharded over ranks. README.md in this folder follows one call."""

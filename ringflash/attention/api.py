@@ -55,12 +55,14 @@ def ring_attention(
         softmax_scale: default head_dim ** -0.5.
         window_size: (left, right) around the query, inclusive, in tokens; -1 is unlimited.
         cu_seqlens: (num_documents + 1,), int32: bounds of packed documents in the whole sequence, from 0 to
-            its length, equal on all ranks; batch must then be 1. Or a table of documents that continue one another, see
-            both ways or have global tokens, with causal=True (`document_table`); a window then counts along the path.
-            For a larger batch give a list with the bounds of each sequence; the sequences are then computed one after
-            another. A tensor on the CPU costs no synchronisation. One on a GPU is read again only after torch has seen
-            a write to it: give a new tensor if the values change through `.data` or a kernel. The backward uses the
-            values that the forward read. Refused while a CUDA graph is captured.
+            its length, equal on all ranks; batch must then be 1. Or a table from `document_table`, for documents that
+            share a prefix (trees), are bidirectional, or have global tokens. A table needs causal=True, and
+            window_size then counts the tokens of the query's own path: its document's ancestors and the document
+            itself, not positions in the packed sequence. For a larger batch give a list with the bounds of each
+            sequence; the sequences are then computed one after another. A tensor on the CPU costs no synchronisation.
+            One on a GPU is read again only after torch has seen a write to it: give a new tensor if the values change
+            through `.data` or a kernel. The backward uses the values that the forward read. Refused while a CUDA graph
+            is captured.
         layout: "zigzag" (balanced under a causal mask), "balanced" (also under packed documents: needs cu_seqlens),
             "documents" (a zigzag of each), "striped" or "contiguous"; docs/masks.md.
         impl: kernel, "auto" or one of `ringflash_kernels.IMPLS`; `explain` says what auto chooses, which is always
@@ -135,7 +137,8 @@ def _attend_batch_rows(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run one call for each sequence of a batch, with that sequence's documents.
 
-    Each call is named by its batch row: otherwise a rank with fewer rows would pair its next call with one of these.
+    The batch row is part of the name of the call that ranks compare. Without it, a rank with fewer rows would match the
+    call of its next layer with the call of another rank's remaining row.
     """
     rows, named = [], is_eager()
     if not named and not torch.compiler.is_compiling():
@@ -154,11 +157,11 @@ class Explanation:
     """Plan of one call on this rank, as `explain` returns it.
 
     Args:
-        algorithm: "gather" of K/V by heads, "ulysses", "by_host", or "local" for one process.
-        transport: means by which K/V travel, for "by_host" those between hosts; None for one process.
-        steps: lines for the keys, and for the sections of each pass.
-        num_visible: query-key pairs that this rank computes.
-        buffer_bytes: communication buffers that this process holds already.
+        algorithm: "gather" (all-gather of K/V by heads), "ulysses", "by_host", or "local" for one process.
+        transport: transport of K/V, for "by_host" the transport between hosts; None for one process.
+        steps: lines of text: one for each block of keys, then one for the sections of each pass.
+        num_visible: number of query-key pairs that this rank computes.
+        buffer_bytes: size of the communication buffers that this process holds already.
     """
 
     impl: str
@@ -202,7 +205,7 @@ def explain(
     On GPUs the transport "auto" is shown as "copy_engine or nccl", and the algorithm as "gather or by_host", until the
     first call of the group decides.
 
-    Args: as `ring_attention`; of a list of cu_seqlens, give one row and its bounds.
+    Args: as `ring_attention`, for a single batch row: a list of cu_seqlens is refused.
     """
     if isinstance(cu_seqlens, Sequence):
         raise ValueError(
@@ -224,7 +227,7 @@ def explain(
 
 
 def _describe_launches(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
-    """Return a line for each launch of this rank, or for what is launched together, in order."""
+    """Describe the blocks of keys, the sections of each pass and the exchanges of heads, a line for each, in order."""
     if plan.algorithm in HEAD_EXCHANGES:
         inner = plan.between_hosts(shape)
         if inner is None:
@@ -283,7 +286,8 @@ def _check_batch_rows(cu_seqlens: object, *tensors: Tensor) -> None:
 def _check_differentiation(*tensors: Tensor) -> None:
     """Raise NotImplementedError under forward-mode differentiation of these tensors, and transforms of torch.func.
 
-    Without tensors, at trace time, when no tangents can be seen, no forward mode may be active.
+    While torch.compile traces, no tensors are given, because tangents cannot be seen; then any forward-mode level that
+    is open is an error.
     """
     if forward_ad._current_level >= 0 and (
         not tensors or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
@@ -303,7 +307,8 @@ def _check_compiled_differentiation() -> None:
     _check_differentiation()
 
 
-# As torch.compiler.assume_constant_result does, which imports torch._dynamo, and that takes as long as torch itself.
+# This is what torch.compiler.assume_constant_result sets. Calling it would import torch._dynamo, which takes as long as
+# importing torch itself.
 _check_compiled_differentiation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

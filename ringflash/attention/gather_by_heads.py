@@ -1,18 +1,18 @@
 """Attention over an all-gather of K/V by groups of heads: over the copy engine, NCCL, or gloo on CPUs.
 
-    pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from the owners (no SM), or messages
-    even    ...... section 0 ..... section 2 .......     kernels; the next section's take the SMs that the last
-    odd     ............. section 1 ..... section 3      tiles of this one leave idle
+    pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from the owners (without SMs), or messages
+    even    ...... section 0 ..... section 2 .......     kernels of every second section
+    odd     ............. section 1 ..... section 3      kernels of the others, on SMs that become free
     begin   (backward) row sums of dO and O, zeros for dQ
     end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     gradients return to the owners, who add them up; dQ is cast
 
 README.md defines sections, blocks and units. A rank gathers the keys that it sees in the order of their positions, so
-each section is one launch, as on one device, and no state passes between launches. The first section is small, since no
-kernel hides its pull; so is the last one of a backward, since no kernel hides the return of its gradients. Long
+each section is one launch, as on one device, and no state passes between launches. No kernel runs during the first
+pull, nor during the last return of gradients. So the first section is small, and in a backward the last one, too. Long
 sequences are double-buffered (triple-buffered over NCCL). If a call is long but all its K/V fit into one area,
-gradients return in batches of several sections, so that NVLink can fall idle in between. docs/decisions/
-0005-copy-engine.md says what waits for what, and why; 0008-nccl-by-heads.md how NCCL differs; 0011-blocks-of-keys.md
-when there are several blocks.
+gradients return in batches of several sections, so that NVLink can fall idle in between.
+docs/decisions/0005-copy-engine.md says what waits for what, and why, 0008-nccl-by-heads.md how NCCL differs, and
+0011-blocks-of-keys.md when there are several blocks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HeadGather(GatherCall):
         return out, lse
 
     def _forward(self, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> tuple[Tensor, ...]:
-        """Compute attention with the ordinary code, which a tape may record."""
+        """Compute attention without a tape; a tape may record this call."""
         q, k, v, row_max = inputs
         out = q.new_empty(out_shape(q, v))
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=state_dtype(q.dtype), device=q.device)
@@ -66,7 +66,7 @@ class HeadGather(GatherCall):
         return dq, dk, dv
 
     def _backward(self, inputs: BackwardInputs) -> tuple[Tensor, ...]:
-        """Compute gradients with the ordinary code, which a tape may record."""
+        """Compute gradients without a tape; a tape may record this call."""
         q, k, v = inputs.q, inputs.k, inputs.v
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         gathered = self._gathered("backward", k, v, q.shape[2])
@@ -77,7 +77,7 @@ class HeadGather(GatherCall):
         return dq, dk, dv
 
     def num_posted(self) -> int:
-        """Barriers or batches of messages that this rank has posted, in earlier calls as well."""
+        """Return the number of barriers or batches of messages that this rank has posted in this and earlier calls."""
         return self.areas.num_posted
 
     def _gathered(self, pass_name: str, k: Tensor, v: Tensor, num_heads: int) -> GatheredKV:
@@ -117,7 +117,11 @@ class HeadGather(GatherCall):
                 return tape.repeat(areas, tensors, self.number, watched)
 
     def _run(self, kernels: UnitKernels, k: Tensor, v: Tensor) -> None:
-        """Publish k and v and compute all units under the watchdog; remember that the kernels have seen the mask."""
+        """Publish k and v, and compute all units, under the watchdog.
+
+        The first pass with a mask computes its sections one after another, because the first kernel builds tables of
+        the mask that the others read.
+        """
         masks, device = [block.mask for block in self.blocks], kernels.gathered.device
         key = (
             "gather_by_heads",
@@ -128,7 +132,7 @@ class HeadGather(GatherCall):
             device,
         )
         seen_before = all(mask.is_cached(key) for mask in masks)
-        in_order = not seen_before or measuring()  # the first section builds tables that the others reuse
+        in_order = not seen_before or measuring()
         with watching(self.areas, kernels.pass_name, device) as watched, JoinAfterError(self.areas):
             with waiting(device):
                 markers = kernels.gathered.publish(k, v, self.impl, self.number)
@@ -155,7 +159,7 @@ def run_units(
     pipeline = UnitPipeline(kernels, start, arrived, watched, in_order)
     for index, unit in enumerate(units):
         needed = pipeline.prerequisites(index, unit)
-        if index == last:  # before the last kernel, which may leave no SM to the barrier
+        if index == last:  # the barrier is a kernel, too: after the last kernel it might wait until that frees an SM
             pulled = kernels.gathered.all_pulled(kernels.call.number)
         pipeline.compute(index, unit, needed)
         if unit.transfer is not None:
@@ -175,12 +179,13 @@ class UnitPipeline:
     Attributes:
         start: the point at which the call began.
         arrived: arrival of the K/V that were pulled last.
-        computed: ends of the kernels, by unit.
-        last_in_lane: end of the last kernel of each lane.
-        returns: ends of the returns of gradients, by transfer.
-        section_ends: ends of the sections of a backward, by section: dQ is cast and gradients are returned. The dQ of
-            the last two sections is cast in their own lanes, since no other section waits for it.
-        dq_casts: ends of the casts of the last two sections.
+        computed: by unit: end of its kernel.
+        last_in_lane: by lane: end of its last kernel.
+        returns: by transfer: end of the return of its gradients.
+        section_ends: by section of a backward: its gradients have been returned, and its dQ has been cast unless it is
+            one of the last two sections.
+        dq_casts: of the last two sections: the dQ has been cast. This is done in lanes "even" and "odd" instead of
+            "end", because no other section waits for it.
     """
 
     def __init__(
@@ -205,9 +210,9 @@ class UnitPipeline:
         self.areas.run_on_host(_reach, self.watched, marker, what, *values)
 
     def prerequisites(self, index: int, unit: Unit) -> list[Marker]:
-        """Return what the kernel of a unit waits for; in a backward, begin the section with its first unit.
+        """Return the markers that the kernel of a unit waits for; in a backward, begin the section with its first unit.
 
-        A section begins when the section before the previous one has ended, since `begin` frees its dQ.
+        Section s begins after section s - 2 has ended, because `begin` frees the dQ of that section.
         """
         kernels, queries = self.kernels, self.kernels.call.queries_arrived
         needed = [self.start if unit.transfer is None else self.arrived, *queries]
@@ -253,9 +258,9 @@ class UnitPipeline:
         if self.has_barriers:
             self.reach(pulled, "for all ranks to have their keys")
         markers = [pulled]
-        if isinstance(
-            self.kernels, BackwardUnits
-        ):  # "begin" allocated dQ and the statistics, which are freed on return
+        if isinstance(self.kernels, BackwardUnits):
+            # dQ and the statistics were allocated in lane "begin" and are freed on return. Torch may then give their
+            # memory to later work of that lane, so the lane waits for the last work that uses them.
             after = [*self.dq_casts, *self.returns[-1:]]
             markers.append(self.areas.run_in_lane("begin", _do_nothing, after, urgent=True))
         self.areas.wait(*(self.dq_casts or self.last_in_lane.values()))
@@ -272,4 +277,4 @@ def _reach(watched: CallInFlight | Unwatched, *arguments: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing, in a lane that only waits."""
+    """Do nothing: work for a lane that only waits."""

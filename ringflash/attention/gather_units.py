@@ -35,7 +35,7 @@ class GatherCall:
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
         rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
-        queries_arrived: markers that readers of q, and in a backward readers of dout and out, must wait for.
+        queries_arrived: markers for which a kernel must wait before it reads q, and in a backward dout and out.
     """
 
     blocks: tuple[KeyBlock, ...]
@@ -70,7 +70,7 @@ class UnitKernels:
         """Launch the kernel of a unit on the current lane, after its K/V have arrived.
 
         Args:
-            needed: the arrival, and in a backward the end of `begin`.
+            needed: markers of the arrival of K/V, and in a backward of the end of `begin`.
         """
         unit = self.sizes.units[index]
         self.prepare(unit)
@@ -81,7 +81,7 @@ class UnitKernels:
                 self._launch(index, unit)
 
     def prepare(self, unit: Unit) -> None:
-        """Launch on the current lane the work for the kernel of a unit that needs no K/V."""
+        """Launch, in the current lane, work for the kernel of a unit that does not need its K/V."""
 
     def _launch(self, index: int, unit: Unit) -> None:
         raise NotImplementedError
@@ -101,7 +101,7 @@ class ForwardUnits(UnitKernels):
         super().__init__(call, gathered, q)
         self.out, self.lse = self.sizes.by_section(out, 2), self.sizes.by_section(lse, 1)
         self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
-        self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, while it needs them
+        self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, until its last kernel
         self.forward = self.sizes.kv_format.forward_kernel(self.kernel)
         single = len(self.seen) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
@@ -170,10 +170,11 @@ class BackwardUnits(UnitKernels):
     def begin(self, section: int) -> None:
         """Compute the row sums of dO and O, make zeros for dQ, and with FP8 round the queries and dO.
 
-        All memory of a section is allocated here, on the lane that waits for the section's end before freeing it.
+        All memory of a section is allocated here, on the stream of lane "begin". Once it is freed, torch may give it to
+        later work of that stream, so the next `begin` that frees it first waits for the section's end.
         """
         call, parity = self.call, section % 2
-        self.passes.pop(parity, None)  # the section before the previous one, which has ended: free its fp32 dQ first
+        self.passes.pop(parity, None)  # free the fp32 dQ of section - 2, which has ended, before allocating the next
         self.passes[parity] = begin_checked_backward(
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
             num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],

@@ -33,7 +33,8 @@ class PassSizes:
     """Units of one pass and their sizes: everything about its K/V that needs no memory.
 
     *Unbuffered*: if the K/V of all heads fit (`sections.fits_unbuffered`), they are gathered into this rank's area,
-    from which other ranks pull. Its own K/V are already there; copying them would need SMs that a running kernel holds.
+    from which other ranks pull. The rank's own K/V are published at their places there and need no copy. (A copy within
+    one GPU is a kernel, and might wait until the running attention kernel frees SMs.)
 
     *Buffered*: otherwise, and in calls of several blocks, the area holds this rank's own K/V only. Each unit is pulled
     into one of a few buffers, used in rotation; a block of the rank's own keys is read from the area.
@@ -190,20 +191,22 @@ class GatheredKV:
 
     @property
     def begins_in_lane(self) -> bool:
-        """True if the barrier BEGIN is in the lane of the pulls.
+        """True if the barrier BEGIN is in the lane of the pulls, False if it is on the caller's stream, before kernels.
 
-        Kernels of own keys, in a call of several blocks, do not wait for a pull and would leave no SM to it.
+        In a call of several blocks, the first kernels need only the rank's own keys and wait for no pull. They may hold
+        all SMs, for which the barrier, a kernel as well, would wait in another lane.
         """
         return len(self.sizes.blocks) == 1
 
     def publish(self, k: Tensor, v: Tensor, impl: str, number: CallNumber) -> tuple[Marker, Marker]:
         """Write this rank's K and V, and the number of its call, to the area that other ranks pull from.
 
-        The first unit is pulled at once. Its section of large K and V is written before the others, so that it travels
-        meanwhile.
+        The first unit is pulled at once. If K and V are large, its section is written before the others, so that it
+        travels while these are written.
 
         Returns:
-            end of this work, after which the other units may be pulled, and arrival of the first unit.
+            start: end of this work, after which the other units may be pulled.
+            arrived: arrival of the first unit.
         """
         self.areas.run(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
@@ -247,7 +250,7 @@ class GatheredKV:
         return self.areas.run_in_lane("pull", move, [start, *used], urgent=True)
 
     def all_pulled(self, number: CallNumber) -> Marker:
-        """Start the barrier after every rank's last pull. No kernel waits for it: each needs only its own rank's K/V.
+        """Start the barrier after every rank's last pull. No kernel waits for it: kernels read only their own GPU.
 
         The host also receives the numbers of the peers' calls.
         """

@@ -101,7 +101,7 @@ class GradientReturn:
     def freed(self, index: int, returns: list[Marker]) -> list[Marker]:
         """Return the markers that the kernel of a unit waits for before it overwrites its buffer.
 
-        In a call of one block there are none, since the section has waited when it began.
+        In a call of one block there are none, because `BackwardUnits.begin` of the section has already waited.
 
         Args:
             returns: ends of the returns so far, by transfer.
@@ -114,7 +114,8 @@ class GradientReturn:
     def collect(self, index: int, dk: Sequence[Tensor], dv: Sequence[Tensor], impl: str) -> None:
         """If a batch of returns ends with this unit, pull its gradients and sum dk and dv of its heads.
 
-        Gradients are copied before they are added: an addition that reads a peer's memory would hold SMs meanwhile.
+        Gradients are copied before they are added, because an addition that reads a peer's memory would hold SMs for as
+        long as the transfer takes.
 
         Args:
             dk, dv: the heads of each section.
@@ -144,7 +145,10 @@ def _num_buffers(sizes: PassSizes) -> int:
 def _map_areas(
     areas: GroupAreas, sizes: PassSizes, units: list[Unit], num_buffers: int, dtype: torch.dtype
 ) -> dict[int, tuple[Tensor, ...] | None]:
-    """Reserve the buffers of gradients, and return views of this rank's and its readers'; None if not mapped."""
+    """Reserve the buffers of gradients, and return views of them for this rank and for each rank that reads its keys.
+
+    The views of a rank are None if this process cannot map its memory, as over messages.
+    """
     row = sizes.shape.batch * sizes.line
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
     elements = list(buffer_sizes(needed, num_buffers))

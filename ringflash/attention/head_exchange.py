@@ -106,7 +106,7 @@ class HeadExchange:
         return all_to_all.received_tensors()
 
     def _move(self, all_to_all: AllToAll, watched: CallInFlight | Unwatched) -> None:
-        """Run the barrier and the first transfer in a lane, which batched copies need, and wait for them."""
+        """Run the barrier and the first transfer in a lane, because batched copies need one, and wait for them."""
 
         def move() -> None:
             self.areas.barrier(BEGIN)

@@ -16,7 +16,7 @@ from ringflash_kernels.api import check_inputs, check_scale
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Cast x to the dtype that autocast gives torch's own attention. fp64 is kept, and so is x without autocast."""
+    """Cast x to the dtype that autocast gives torch's own attention; keep fp64, and any dtype if autocast is off."""
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
@@ -92,7 +92,7 @@ class BackwardInputs(NamedTuple):
         dout: as out.
         dlse: as lse, or None.
         q, k, v, out, lse: of the forward.
-        row_max: as lse, the largest score of each row, or a little more; only FP8 needs it.
+        row_max: as lse, an upper bound on the scores of each row; only FP8 needs it.
     """
 
     dout: Tensor
@@ -106,7 +106,10 @@ class BackwardInputs(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """Shape of a rank's k and v, from which buffers are planned; with the mean head_dim of both if v is narrower."""
+    """Shape of a rank's k and v, from which buffers are planned.
+
+    `head_dim` is the mean of the head_dim of k and of v, so that 2 * head_dim elements are a row of K and V.
+    """
 
     batch: int
     rows: int
@@ -143,7 +146,7 @@ class CallShape(NamedTuple):
         """Return the sizes after an all-to-all of heads between the GPUs of a host.
 
         Args:
-            num_kv_heads: sum of the KV heads of the GPUs of the host; a head that several GPUs have counts for each.
+            num_kv_heads: KV heads of all GPUs of the host together, after the exchange. A head on two GPUs is two.
         """
         kv = self.kv._replace(rows=self.kv.rows * num_gpus, heads=num_kv_heads // num_gpus)
         return self._replace(num_heads=self.num_heads // num_gpus, kv=kv)

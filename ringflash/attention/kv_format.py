@@ -1,4 +1,4 @@
-"""Format in which K and V are stored and sent: as they are, or rounded to e4m3 by an FP8 `impl`."""
+"""Format in which K and V are stored and sent: unchanged, or rounded to e4m3 by an FP8 `impl`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class KVFormat:
     """Format of K and V in one pass.
 
     The unit of storage is a *line*: K and V of one head, for one key (bf16, fp16) or for 128 keys (a record in FP8).
-    Owners make the records of their keys, so other ranks receive half the bytes, and all ranks the same bits.
+    Owners make the records of their keys. So other ranks receive half the bytes, and all ranks read the same bits.
 
     Args:
         rounded: lines are records.
         for_backward: records are for a backward, which needs V in another order.
         keys_per_line: 1 or 128.
         line_shape: (head_dim of k + head_dim of v,), or (bytes of a record,).
-        dtype: dtype of a line: the dtype of k, or uint8 for records.
+        dtype: dtype of the elements of a line: that of k, or uint8 for records.
         head_dims: head_dim of k and of v.
     """
 

@@ -31,7 +31,7 @@ class LocalAttention:
 
         Args:
             q: (batch, seqlen_local, num_heads, head_dim).  k, v: (batch, seqlen_local, num_kv_heads, head_dim).
-            row_max: as lse; the largest score of each row, or a little more, is written to it.
+            row_max: as lse; an upper bound on the scores of each row is written to it.
         Returns:
             out: as q, as wide as v.  lse: (batch, num_heads, seqlen_local), natural log.
         Numerics: lse, and out until it is cast, are fp32 (fp64 for fp64).

@@ -6,11 +6,11 @@
 A selective-checkpoint policy that keeps the outputs of `ringflash::ring_attention` never recomputes
 attention, and never runs the forward ring again.
 
-`row_max` is the largest score of each row, which an FP8 backward needs; for other backwards it is empty.
+`row_max` is an upper bound on the scores of each row, which an FP8 backward needs; for other backwards it is empty.
 
-`record` tells the backward about its forward: the number of the call in its group, then the document bounds that the
-forward validated. It is a separate tensor on the CPU. So a write to `cu_seqlens` in between, for example by a loader
-that refills its buffer, does not change the mask of the backward.
+`record` is an int64 tensor on the CPU that carries two things from the forward to its backward: the number of the
+forward in its group, and the document bounds that the forward read. The backward does not read `cu_seqlens` again, so
+a write to it in between, for example by a loader that refills its buffer, does not change the mask of the backward.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _forward(
 
 
 def _empty_row_max(q: Tensor, impl: str, grad_flags: int) -> Tensor:
-    """Return an empty tensor like lse if the backward needs the largest score of each row, otherwise one without rows.
+    """Return an uninitialised tensor like lse if the backward needs `row_max`, otherwise a tensor without rows.
 
     Args: as `_forward`.
     """
@@ -129,7 +129,8 @@ def _gradients(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the call of `ring_attention` that returned this `record`, under the same mask."""
-    deterministic |= torch.are_deterministic_algorithms_enabled()  # if switched on since the forward
+    # The user may have called torch.use_deterministic_algorithms(True) after the forward.
+    deterministic |= torch.are_deterministic_algorithms_enabled()
     options = CallOptions(
         _group(group_name), causal, softmax_scale, window_left, window_right, layout, impl, transport, deterministic
     )
@@ -174,7 +175,7 @@ def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
     out, lse, row_max, record = output
     ctx.save_for_backward(q, k, v, out, lse, row_max, record)
     ctx.options, ctx.return_lse = options, return_lse
-    ctx.set_materialize_grads(False)  # a kernel and three allocations a call
+    ctx.set_materialize_grads(False)  # saves a kernel and three allocations a call
     ctx.mark_non_differentiable(*((row_max, record) if return_lse else (lse, row_max, record)))
 
 
@@ -182,7 +183,8 @@ def _backward(ctx, dout, dlse, *_):  # type: ignore[no-untyped-def]
     """Compute gradients of q, k and v, and None for every other argument of the operator."""
     q, k, v, out, lse, row_max, record = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    dlse = torch.zeros_like(lse) if ctx.return_lse and dlse is None else dlse  # on all ranks alike
+    # Only this rank may have left lse unused. With zeros, every rank exchanges the same tensors.
+    dlse = torch.zeros_like(lse) if ctx.return_lse and dlse is None else dlse
     direct = _is_unobserved(dout, q, k, v) and _has_declared_types(None, *ctx.options)
     differentiate = _gradients if direct else ring_attention_backward
     grads = differentiate(dout, dlse, q, k, v, out, lse, row_max, record, *ctx.options)
@@ -230,9 +232,9 @@ def _call_without_gradient(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tup
 def _is_unobserved(*tensors: Tensor) -> bool:
     """True if nothing is observing dispatch, so that the registered operator can be skipped, which saves 60 µs.
 
-    Observers are modes (wrapped layers, selective checkpoints, FLOP counters, fake tensors), profilers, subclasses of
-    Tensor, tensors without data (meta), torch.compile, which would otherwise compile the body, batches of gradients,
-    and autograd of gradients, which the operator refuses.
+    Observers are dispatch modes (wrapped layers, selective checkpoints, FLOP counters, fake tensors), profilers,
+    subclasses of Tensor, tensors without data (meta), torch.compile, which would otherwise compile the body, batched
+    gradients, and second derivatives, which the operator refuses.
     """
     return (
         not torch.compiler.is_compiling()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 class Algorithm(StrEnum):
     """Division of one call's work among the ranks; the transport says how bytes travel."""
 
-    GATHER = "gather"  # K/V of all ranks, some heads at a time
-    LOCAL = "local"  # its own K/V, of a single process
+    GATHER = "gather"  # all-gather of K/V, some heads at a time
+    LOCAL = "local"  # a single process, with its own K/V only
     ULYSSES = "ulysses"  # an all-to-all of heads between all ranks
     BY_HOST = "by_host"  # an all-to-all of heads in each host, around GATHER between hosts
 

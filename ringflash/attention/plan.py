@@ -208,9 +208,9 @@ class CallPlan:
 
     Args:
         algorithm: UNDECIDED before the first call of a group on GPUs.
-        transport: means by which K/V travel between the ranks that share the sequence; for BY_HOST, between hosts. None
-            if nothing is sent. UNDECIDED if the algorithm is UNDECIDED, or ULYSSES on GPUs: `open_exchange_areas` then
-            takes the copy engine if it can.
+        transport: transport of K/V between the ranks that share the sequence; for BY_HOST, between hosts. None if
+            nothing is sent. UNDECIDED in two cases: before the first call of a group with transport="auto" on GPUs,
+            and for ULYSSES on GPUs, where `open_exchange_areas` tries the copy engine and otherwise takes NCCL.
         members: ranks of the group that the sequence is divided among; empty: all.
     """
 
@@ -253,7 +253,7 @@ class CallPlan:
         return torch.uint8 if self.keys_per_line > 1 else dtype
 
     def key_blocks(self, shape: CallShape) -> tuple[KeyBlock, ...]:
-        """Return the blocks of keys to all-gather, of equal distances on all ranks."""
+        """Return the blocks of keys to all-gather. Block i covers the same ring distances on every rank."""
         if shape not in self._blocks:
             self._blocks[shape] = self._plan_blocks(shape)
         return self._blocks[shape]
@@ -281,7 +281,7 @@ class CallPlan:
         return None if split is None else self._between(split, shape)
 
     def _between(self, split: HostSplit, shape: CallShape) -> tuple[CallPlan, CallShape]:
-        """Return plan and shape of attention between hosts, of all rows of a host and a share of the heads."""
+        """Return plan and shape of attention between hosts: over all rows of a host, for a share of the heads."""
         transport = message_transport(shape.device) if split.num_hosts > 1 else None
         members = split.rail_of(self.options.size_and_rank[1])
         ring = Algorithm.LOCAL if transport is None else Algorithm.GATHER
@@ -351,7 +351,7 @@ def signature(q: Tensor, k: Tensor, plan: CallPlan, **others: int) -> dict[str, 
 
 
 def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
-    """Values of a call that all ranks must agree on, as JSON can write them."""
+    """Return the values of a call that must be equal on all ranks, in types that JSON can write."""
     mask, options = plan.mask, plan.options
     return {
         "q": list(q.shape),

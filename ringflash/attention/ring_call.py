@@ -1,4 +1,4 @@
-"""One call of a group on this rank, from its lock to its end.
+"""One ring call on this rank: take the lock, get a number, plan, agree with the other ranks, run, record an error.
 
 `operators.py` makes one `RingCall` per forward and backward. A single process needs no lock, number or comparison.
 """
@@ -31,8 +31,10 @@ _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last 
 class RingCall:
     """One call: plan it, compare it with the other ranks' if it sends, then start it.
 
-    Calls that send share their buffers, and must have the same order on all ranks. So only one thread at a time makes
-    them, each has a number, and an error is recorded: the next call is refused unless all ranks failed alike.
+    Calls over several ranks use the same buffers, and must be issued in the same order on all ranks. Therefore:
+    - a lock lets only one thread of a process make them at a time;
+    - each call has a number, which the ranks compare;
+    - after an error the ranks compare the next call, and refuse it unless all of them failed at the same place.
 
     Args:
         group: None for a single process.
@@ -64,7 +66,7 @@ class RingCall:
         self._ends.__exit__(*error)
 
     def plan(self, call: CallInputs, *others: Tensor) -> tuple[Tensor, ...]:
-        """Check the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
+        """Check and plan the call. If it sends, an error is kept in `error`, to be raised on all ranks together.
 
         Returns:
             tensors: q, k, v and the others, each copied if kernels cannot read its strides.
@@ -73,7 +75,7 @@ class RingCall:
             try:
                 self._plan, call = plan_of(call)
                 others = tuple(map(make_addressable, others))
-            except Exception as error:  # an ImportError, say, of a kernel's package on one host
+            except Exception as error:  # for example an ImportError, if one host lacks a kernel's package
                 if self.group is None:
                     raise
                 self.error = error
@@ -88,7 +90,7 @@ class RingCall:
     def start(self, shape: CallShape) -> LocalAttention | HeadGather | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
         enter = self._ends.enter_context
-        if torch.is_inference_mode_enabled():  # its tensors are read-only afterwards, but buffers are reused
+        if torch.is_inference_mode_enabled():  # buffers are reused, but inference tensors become read-only
             enter(torch.inference_mode(False))
             enter(torch.no_grad())
         if torch.is_autocast_enabled(self.device.type):

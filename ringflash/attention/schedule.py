@@ -1,7 +1,9 @@
 """Keys that each rank gathers, computed on the host, and the same on every rank.
 
 At distance t round the ring, rank r needs the K/V of rank (r - t) mod cp_size, and rank (r + t) mod cp_size needs the
-K/V of rank r. Four ranks, zigzag, causal; every distance after the first is half a square for every rank:
+K/V of rank r. Below are four ranks under a causal mask in the zigzag layout. A column is a distance; a cell has the
+rank's chunks of queries that see keys, the owner of the keys, and the chunks of keys that are seen. From distance 1 on,
+every cell has the same number of query-key pairs, half of those of two chunks of queries and two of keys:
 
     distance 0      distance 1           distance 2           distance 3
     r0  q0 q7|k0 k7   q7    | r3: k3 k4    q7    | r2: k2 k5    q7    | r1: k1 k6
@@ -42,7 +44,7 @@ def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ..
     owned = sorted((chunk, rank) for rank, shard in enumerate(shards) for chunk in shard)
     starts = [chunk.start for chunk, _ in owned]
     steps: set[int] = set()
-    for chunk, rank in reversed(owned):  # the last chunk sees most: under a causal mask it suffices
+    for chunk, rank in reversed(owned):  # under a causal mask the last chunk sees keys at all distances
         for first, stop in mask.visible_ranges(chunk.start, chunk.stop):
             for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
                 steps.add((rank - owner) % cp_size)
@@ -61,7 +63,9 @@ class Segment(NamedTuple):
     """Keys that a rank gathers together or not at all: rows [start, start + size) of the owner's shard.
 
     Args:
-        row: first row at which they are gathered.
+        owner: rank whose keys they are.
+        start: their first row in the owner's shard.
+        row: their first row among the keys that the reading rank gathers.
         owner_row: their first row among the keys that the owner itself gathers.
     """
 
@@ -136,7 +140,7 @@ def plan_single_block(mask: SequenceMask, cp_size: int, cp_rank: int, layout: st
     """Find the keys that one rank gathers, its own and those of other ranks, as one block.
 
     Args:
-        multiple: chunks begin, end and are cut only at multiples of it, so that this many keys stay together.
+        multiple: segments begin and end at multiples of it: 128 for records in FP8, which hold 128 keys, otherwise 1.
     Raises:
         ValueError: the layout cannot divide the sequence evenly.
     """
@@ -196,7 +200,7 @@ def _key_block(
 
     Args:
         seen: by rank, ascending: keys of the block that the rank sees, for this rank and the readers of its keys.
-        whole: the call has no other block.
+        whole: this is the only block of the call.
     """
     gathered, positions, mine = [], [], seen[cp_rank]
     for owner, segment in segments:
@@ -219,7 +223,8 @@ def _key_block(
 def _visible_keys(mask: SequenceMask, shard: tuple[Chunk, ...], layout: str, multiple: int) -> SeenKeys:
     """Return the keys that a shard sees, in multiples of `multiple`, and of a 64th of a chunk if chunks are equal."""
     size = shard[0].size
-    grain = 1 if layout in DOCUMENT_LAYOUTS else max(1, size // 64)  # few sizes of segments, and none of a few rows
+    # Bounds of documents would otherwise make many segments of a few rows, each of which is a separate copy.
+    grain = 1 if layout in DOCUMENT_LAYOUTS else max(1, size // 64)
     grain -= grain % 16 if grain > 16 else 0  # kernels are compiled for lengths divisible by 16 and others
     grain = -(-grain // multiple) * multiple
     ranges: list[tuple[int, int]] = []

@@ -20,23 +20,26 @@ from ringflash.comm.transport import NcclGather, Undecided
 from ringflash_kernels.api import state_dtype
 
 GIB, MIB = 1 << 30, 1 << 20
-MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # gather the K/V of all heads into one area if they fit; otherwise double-buffer
-MIN_SECTION_PAIRS = 1 << 18  # query heads * keys. A smaller section takes the host longer than the GPU
-_MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys: a smaller call has one section, if that has so few pairs
-MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block; beyond, it is cut into blocks
-MAX_BLOCK_STEPS = 8  # over NCCL, most ranks whose keys are one block. Beyond, several blocks need fewer messages
+# A kernel *hides* a transfer that runs at the same time and ends before it. What no kernel hides is *exposed*.
+MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # up to this size the K/V of all heads are gathered into one area, without buffers
+MIN_SECTION_PAIRS = 1 << 18  # query heads * keys of a section: below it, the host takes longer than the GPU
+_MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys of a call that is halved even below MIN_SECTION_PAIRS
+MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block: a call that needs more is cut into blocks
+MAX_BLOCK_STEPS = 8  # over NCCL, ranks whose keys are one block: for more, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
 STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
-MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim. A smaller unit takes the host longer than the GPU
-_LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim. In shorter calls the host's time counts: few sections
-_IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim: a backward of 140 ms, in which links can fall idle
-BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section that may be smaller
-_GRADIENT_BUFFERS_BYTES = 1280 * MIB  # all buffers of gradients, if more than two let links fall idle
-PUBLISHED_BYTES = 64 * MIB  # own K/V of this size take longer to write than their first section to travel
-_PULL_QUERY_ROWS = 3000  # query rows whose kernel takes as long as the pull of their keys
-_RETURN_SHARE = 0.8  # returns that a backward kernel hides, per pull of a forward: 2.6 x time, 2 x bytes, barriers
-_EXPOSED_SHARE = 0.025  # of a forward. If the first pull takes more, one more section makes that section smaller
-_SHORT_EXPOSED_SHARE = 0.05  # the same for short calls, in which a section takes the host longer
+MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim of a unit: below it, the host takes longer than the GPU
+_LONG_CALL_WORK = 1 << 39  # heads * queries * keys * head_dim of a call: below it, few sections save the host's time
+_IDLE_LINK_WORK = 1 << 43  # heads * visible pairs * head_dim of a call whose backward takes 140 ms: links can fall idle
+BUFFER_BYTES = 192 * MIB  # largest buffer of K/V, or of gradients, of a section, unless the smallest section is larger
+_GRADIENT_BUFFERS_BYTES = 1280 * MIB  # size of all buffers of gradients, if more than two let links fall idle
+PUBLISHED_BYTES = 64 * MIB  # size of own K/V whose writing takes longer than the transfer of their first section
+_PULL_QUERY_ROWS = 3000  # number of query rows whose kernel takes as long as the pull of the keys that they see
+# Returns of gradients that a backward kernel hides, divided by the pulls that a forward kernel hides. A backward takes
+# 2.6 times as long, and gradients in fp32 are twice the bytes; barriers reduce the quotient from 1.3 to 0.8.
+_RETURN_SHARE = 0.8
+_EXPOSED_SHARE = 0.025  # part of a forward that the first pull may take; if it takes more, there is one more section
+_SHORT_EXPOSED_SHARE = 0.05  # the same for short calls, in which the host takes longer for a section
 
 
 class Sections(NamedTuple):
@@ -73,7 +76,7 @@ class GatherSizes(NamedTuple):
 
 
 def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Undecided | None = None) -> Sections:
-    """Divide the KV heads into sections. The first one is small, since no kernel hides its pull.
+    """Divide the KV heads into sections. The first one is small, because its pull is exposed.
 
     Args:
         num_blocks: blocks of the call; in several, sections have the heads that memory allows.
@@ -87,7 +90,8 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Un
     hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     if min_heads >= num_kv_heads:
         too_small = num_kv_heads == 1 or batch * num_heads * rows * keys < _MIN_HALVED_WORK
-        if too_small or (transport == "nccl" and hidden_pulls < 2):  # in MHA many sections, whose messages take SMs
+        # In MHA over NCCL there would be many sections, whose messages take SMs.
+        if too_small or (transport == "nccl" and hidden_pulls < 2):
             return Sections((num_kv_heads,), (num_kv_heads,))
         min_heads = -(-num_kv_heads // 2)
     head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
@@ -177,7 +181,7 @@ def order_units(num_sections: int, num_blocks: int) -> tuple[Unit, ...]:
 
 
 def buffer_sizes(sizes: tuple[int, ...], num_buffers: int = 2) -> tuple[int, ...]:
-    """Return the sizes of buffers that units use in rotation: each is as large as the largest unit in it."""
+    """Return the sizes of buffers that units use in turn, unit i buffer i % num_buffers: each fits its largest unit."""
     return tuple(max(sizes[index::num_buffers]) for index in range(min(num_buffers, len(sizes))))
 
 
@@ -187,10 +191,11 @@ def shared_buffer_sizes(sections: Sections, num_buffers: int) -> tuple[int, ...]
 
 
 def choose_num_gradient_buffers(sizes: GatherSizes, heads: tuple[int, ...]) -> int:
-    """Return the number of gradient buffers: two, or more if that lets NVLink fall idle between two returns.
+    """Return the number of gradient buffers: two, or more if NVLink can then fall idle between two returns.
 
-    NVLink stays awake for 50 ms after a transfer and uses power with which the kernels could run faster. Calls of that
-    length gain nothing, and neither do calls that gather K/V through buffers, one section at a time.
+    An NVLink stays active for 50 ms after a transfer, and takes power from the kernels, which then run more slowly. A
+    call that ends within this time gains nothing, nor does a call that gathers K/V through buffers, because its
+    transfers do not pause.
 
     Args:
         heads: KV heads of each section of the backward.

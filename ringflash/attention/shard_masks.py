@@ -18,7 +18,8 @@ def mask_between(
 ) -> Mask:
     """Return the visible pairs of two shards, in local rows."""
     local = Mask.of(num_rows, num_keys, joined_regions(mask, q_shard, k_shard))
-    local.cached("proven", lambda: True)  # SequenceMask has checked the documents, which makes all their shards valid
+    # Documents that SequenceMask has checked give valid masks for all shards: `Mask.is_two_sided` need not count pairs.
+    local.cached("proven", lambda: True)
     if mask.has_columns and len(local.regions) > 1:
         local.cached("transposed", lambda: _transposed(mask, q_shard, k_shard, num_rows, num_keys))
     return local

@@ -3,7 +3,8 @@
     K/V        owner -> reader   from the owner's area into the reader's area or buffer
     gradients  reader -> owner   from the reader's buffer into the owner's received rows
 
-All sections of heads have the same rows. Two ranks list what passes between them in the same order.
+The rows are the same for every section of heads. For any two ranks, the sender's and the receiver's list have the same
+order, because messages are matched by their order.
 """
 
 from __future__ import annotations

@@ -43,8 +43,9 @@ class Attention(Protocol):
 def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
     """Return the KV heads of all ranks of a host, concatenated in rank order; each rank has equally many.
 
-    Eight query heads and two KV heads over four ranks: (0, 0, 1, 1). A rank has a KV head twice if its query heads
-    would otherwise not be divided equally among its KV heads.
+    Eight query heads and two KV heads over four ranks: (0, 0, 1, 1). Kernels divide the query heads of a rank equally
+    among its KV heads, so a rank may list a KV head twice: of twelve query heads and three KV heads over two ranks, the
+    first rank has six query heads, and lists (0, 0, 1).
 
     Args:
         num_heads: query heads, a multiple of num_ranks; each rank takes an equal, contiguous share.
