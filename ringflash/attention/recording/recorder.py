@@ -1,4 +1,8 @@
-"""Recorder of a call. It observes launches and torch's operators; lanes report all else, by `run` and `run_on_host`."""
+"""Recorder of one call: launches of kernels, operators of torch, and what else the call asks of the device.
+
+It sees launches through `observed_launches`, and operators as a dispatch mode. All other work (copies, barriers, work
+of the host) must be passed to `Lanes.run` or `Lanes.run_on_host`, which report it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ ALLOCATIONS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Recorder of one call. It sees torch's operators as a dispatch mode; lanes and launchers report the rest.
+    """Recorder of one call, and a dispatch mode while the call runs.
 
     Attributes:
         problems: why the call cannot be repeated; empty: it can.
@@ -33,11 +37,11 @@ class Recorder(TorchDispatchMode):
     def __init__(self, areas: Lanes, tensors: Tensors) -> None:
         super().__init__()
         self.problems: list[str] = []
-        self.slots = Slots(tensors, self.problems.append)  # no cycle, which would keep the tensors
+        self.slots = Slots(tensors, self.problems.append)  # not `give_up`, a cycle that keeps the tensors
         self._recorded: list[RecordedStep | RecordedEvent] = []
         self._areas, self._first = areas, areas.current()
         self._entered = self._first
-        self._made: dict[int, tuple[object, int]] = {}  # events, and results of `run_on_host`: each call makes its own
+        self._made: dict[int, tuple[object, int]] = {}  # events, results of `run_on_host`: each call has its own
         self._seen_by_host: set[int] = set()  # events that the host queries
         self._paused = False
 
@@ -180,12 +184,12 @@ class Recorder(TorchDispatchMode):
         self._recorded.append(RecordedStep(role, step))
 
     def _drop_freed(self) -> None:
-        """Let a repetition free what this call has freed since the last step."""
+        """Record that the tensors that this call has freed since the last step are freed here."""
         for slot, stream in self.slots.freed():
             self._recorded.append(RecordedStep(Role.DROP, free_step(slot), stream))
 
     def _enter(self) -> None:
-        """Make the current stream that of a repetition, for what follows."""
+        """Record that the stream that is current now is current in the following steps."""
         stream = self._areas.current()
         if stream != self._entered:
             self._entered = stream

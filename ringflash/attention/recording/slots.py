@@ -30,7 +30,7 @@ class Slots:
         self._give_up = give_up
         self._addresses = [0 if x is None else x.data_ptr() for x in tensors]
         self._dtypes = [None if x is None else x.dtype for x in tensors]
-        # Inputs and their views. They may share a storage, and are alive anyway.
+        # Inputs and their views. Inputs may share a storage, so they are found by id; the caller keeps them alive.
         self._inputs = {id(x): (x, slot) for slot, x in enumerate(tensors) if x is not None}
         self._input_storages = {x.untyped_storage()._cdata for x in tensors if x is not None}
         self._allocated: dict[int, tuple[int, StorageWeakRef, torch.cuda.Stream]] = {}  # slots, by storage

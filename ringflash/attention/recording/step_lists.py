@@ -1,8 +1,9 @@
 """The steps of a recorded call as a repetition makes them: one by one or, with the driver, in lists of commands.
 
-A list ends at other work of torch. It also ends if a stream allocates memory after it has freed some, since torch may
-give it the same memory again. Other allocations are moved before their list. Work of the host and steps that free
-memory are moved after it.
+Between the commands of a list, other steps were recorded. Allocations, and work of the host that may precede commands,
+are moved before the list; work of the host that may follow, and steps that free memory, are moved after it. A list ends
+at an operator of torch. It also ends if a stream allocates memory after it has freed some, because torch may give it
+the same memory again.
 """
 
 from __future__ import annotations

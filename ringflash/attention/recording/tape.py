@@ -1,8 +1,8 @@
 """Tape of a pass: what its host code asks of the device, recorded in one call and repeated in later ones.
 
 Calls of one form (shapes, strides, mask, options) ask for the same allocations, launches, copies, barriers, events and
-waits, on the same streams and in the same order. Only addresses, events and the number of the call differ. Deciding on
-them takes the host several times as long as asking the driver, so it is done in the first calls only.
+waits, on the same streams and in the same order. Only addresses, events and the number of the call differ. To work out
+what to ask takes the host several times as long as to ask the driver, so only the first calls do it.
 
     Tape.record   the second call of a form: it runs as usual, and is recorded
     Tape.repeat   later ones
@@ -44,7 +44,7 @@ class Tape:
         self.calls = 0
 
     def record(self, areas: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Make a call by `issue(tensors)`. The first one builds tables that later ones reuse, and is not recorded."""
+        """Make a call by `issue(tensors)`, and record it unless it is the first of its form, which builds tables."""
         self.calls += 1
         ids = [id(x) for x in tensors if x is not None]
         if not 1 < self.calls <= _CALLS or len(set(ids)) < len(ids):  # a tensor is given twice
