@@ -46,7 +46,7 @@ _policy: Policy = "changed"
 
 
 class _Errors(NamedTuple):
-    """Errors in calls of a group on this rank: their number, and the place of the last one."""
+    """Errors in calls of a group on this rank: how many there were, and the place of the last one."""
 
     num_errors: int = 0
     place: str = ""
@@ -100,8 +100,8 @@ def agree(
             not compared again, since its host would wait for the other hosts every time. Any other call is compared.
         timeout: limit of the wait for the other ranks, default 120 s. The ring's own timeout
             (`ringflash.set_timeout`) applies if it is longer.
-        call: number of the call, if this is a ring call. It is compared along with the signature and the version of
-            ringflash, but does not cause a comparison.
+        call: number of the call, if this is a ring call. Whenever signatures are compared, the ranks also compare this
+            number and the version of ringflash. A new number alone does not cause a comparison: every call has one.
         remedy: end of the message if signatures differ.
     Returns:
         A checksum of the signature, 16 bits; 0 if calls are not compared.
@@ -110,7 +110,8 @@ def agree(
         signatures differ; RuntimeError if a rank does not join within the timeout.
     """
     group = resolve(group)
-    if error is None and call is None:  # e.g. a checkpoint: report a mix-up of earlier calls now
+    if error is None and call is None:
+        # Not a ring call but, for example, a checkpoint, which must not save results of ring calls that were mixed up.
         error = call_numbers.find_problem()
     if group is None or _policy == "never":
         if error is not None:
@@ -124,7 +125,7 @@ def agree(
             content: dict[str, object] = {**signature, _ERRORS_IN_CALLS: str(errors), **extra}
             answers = _exchange_if_different(group, _encode(content, error), timeout)
         except RuntimeError as unanswered:
-            _record_error(group, "before its first message")  # the others may be in the call
+            _record_error(group, "before its first message")  # the other ranks may already be in the call
             if error is not None:
                 raise error from unanswered
             raise
@@ -181,9 +182,9 @@ def agree_on_backward(
 class TrackedCall:
     """A call that sends. After an error in it, the next call is compared, and refused unless all failed alike.
 
-    A caller may catch the error (e.g. out of memory) and call again. Messages left over from the first call, of this
-    rank or its peers, would then be received as those of the new call. This also holds for an error before the first
-    message: the peers may be in the call that this rank has left.
+    A caller may catch the error (for example, out of memory) and call again. Messages of the first call that this rank
+    or its peers have not received would then be received as those of the new call. An error before the first message of
+    this rank is recorded, too, because its peers may already have sent messages of the call that it has left.
     """
 
     __slots__ = ("_before", "_count", "_group", "_number")

@@ -3,9 +3,9 @@
 A rank that skips a call, or runs two backwards in another order than its peers, exchanges well-formed tensors of
 different layers. So every call has a number, a backward also has that of its forward, and a forward the name of its
 layer, if the caller knows one (`in_layer`). With tensors on CPUs ranks compare them before they send. On GPUs both
-numbers and a checksum of the call's arguments and layer travel in one word along with the first K/V of a call. The
-host compares the words that have arrived when it makes its next call, and never waits for one
-(docs/decisions/0004-agreement.md).
+numbers and a checksum of the call's arguments and layer are packed into one int64, the *word* of the call, which
+travels with its first K/V. When the host makes a later call, it compares the words that have arrived by then. It does
+not wait for the others, so an error may be raised one or more calls late (docs/decisions/0004-agreement.md).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Unread(NamedTuple):
     call: CallNumber
     words: Tensor  # on the host
     senders: Sequence[int]
-    unused: list[Tensor] | None  # takes the words back
+    unused: list[Tensor] | None  # list to which `words` is appended after the comparison
 
 
 class _Calls:
@@ -112,9 +112,9 @@ _layer = ""  # of the next call
 
 
 def is_eager() -> bool:
-    """Return False within a function that torch.compile was given, also where it runs as it is on some rank only.
+    """Return False within a function that was given to torch.compile, even if this rank runs it uncompiled.
 
-    Calls have no layer there: a graph would be compiled for each name.
+    Calls there have no name of a layer, because torch.compile would compile a graph for each name.
     """
     return not torch.compiler.is_compiling() and torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
 
@@ -201,7 +201,7 @@ class CallWords:
         return made
 
     def send_to_host(self, on_host: Tensor) -> None:
-        """Copy the words that have arrived on the current stream."""
+        """Copy the arrived words to the host, on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
 
     def expect(
@@ -240,8 +240,9 @@ def expect(
 def end_failed(group: dist.ProcessGroup, number: int) -> None:
     """Compare the words of a call that ended with an error as far as they have arrived, and drop the others.
 
-    If all ranks left it alike, a peer may write the word of its next call over one that was not read yet. It does so
-    after the ranks have compared their errors, thus after this.
+    Words that have not arrived must not be compared later, because a peer's next call overwrites its word. Now it is
+    safe to read the others: a peer makes its next call only after all ranks have compared their errors, and this rank
+    does so after this function.
     """
     calls = _calls(group)
     if calls.unread and calls.unread[-1].call.value == number:

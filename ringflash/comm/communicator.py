@@ -33,9 +33,9 @@ _registered: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _names = itertools.count()
 _process = os.getpid()  # a forked child lacks the threads of these communicators, and their peers belong to its parent
 _interrupted = False
-_GRACE_S = 10.0  # for the other ranks to end, too: longer than healthy ranks drift apart
-_PAUSE_S = 0.1  # between two questions to their store
-_QUIET_S = 2.0  # of waiting for the device before a word
+_GRACE_S = 10.0  # limit of the wait for the other ranks to end, too: longer than healthy ranks drift apart
+_PAUSE_S = 0.1  # time between two questions to their store
+_QUIET_S = 2.0  # at exit, a notice is printed if the GPU needs longer than this
 
 
 def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -75,7 +75,7 @@ class _Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device, self.rank, self.size = group, device, group.rank(), group.size()
         self.nccl: list[dist.ProcessGroupNCCL] = []
-        number = next(_registered[group.group_name])  # a name is given again after its group has been destroyed
+        number = next(_registered[group.group_name])  # a later group may have the same name
         self._store = dist.PrefixStore(f"ringflash/end {number}", _get_process_group_store(group))
         self._announced: set[str] = set()
 
@@ -105,9 +105,9 @@ def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
 
 
 def finish_device() -> None:
-    """Wait for the ring calls that the device has not finished, since peers are in them, too; not after an error.
+    """Wait until the device has finished its ring calls, which peers may still be in; do not wait after an error.
 
-    To be called at the end of the process while the watchdog runs, which ends a wait for a dead peer.
+    Call this at the end of the process while the watchdog runs, which ends the wait if a peer is dead.
     """
     if os.getpid() != _process or not _peers or _ended_by_error():
         return
@@ -196,7 +196,7 @@ def _leave() -> None:
 
 
 def _await_peers() -> None:
-    """Wait until all ranks are idle; the first of a group, which may keep its store, until the others have left it."""
+    """Wait until all ranks are idle. Rank 0 of a group may keep its store, so it also waits until the others left."""
     deadline = time.monotonic() + _GRACE_S
     firsts = [peers for peers in _peers if peers.rank == 0]
     for what, waiting in (("idle", _peers), ("left", firsts)):
@@ -204,7 +204,7 @@ def _await_peers() -> None:
             with suppress(RuntimeError):  # the store is gone
                 peers.announce(what)
         for peers in waiting:
-            with suppress(RuntimeError):  # so is the time
+            with suppress(RuntimeError):  # the store is gone
                 peers.wait(what, deadline)
 
 

@@ -1,4 +1,4 @@
-"""Events of calls, which are used again."""
+"""Pool of CUDA events, which later calls reuse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ReusedEvent:
-    """An event of a call; once nobody refers to this object, the event is used again."""
+    """An event from the pool, which takes it back once nothing refers to this object."""
 
     __slots__ = ("_event", "_passed", "_unused", "cuda_event")
 
@@ -29,13 +29,13 @@ _unused_events: defaultdict[int, list[torch.cuda.Event]] = defaultdict(list)  # 
 
 
 def take_event(stream: torch.cuda.Stream) -> ReusedEvent:
-    """Return an event that nobody uses, of the device of a stream."""
+    """Return an event of the stream's device that is not in use."""
     unused = _unused_events[stream.device_index]
     return ReusedEvent(unused.pop() if unused else new_event(stream), unused)
 
 
 def new_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event that has a handle, which torch makes when it is recorded first."""
+    """Return an event with a handle, which torch makes only when an event is recorded for the first time."""
     event = torch.cuda.Event()
     event.record(stream)
     return event

@@ -94,7 +94,7 @@ class HostSplit(NamedTuple):
     """Split of a group into hosts with equally many ranks each, numbered host by host.
 
     Args:
-        num_hosts: hosts of the group; here a host is any set of ranks with fast links.
+        num_hosts: number of hosts. In a 2-D mesh, the user decides which ranks are a host: any with fast links.
         num_gpus: ranks on each host.
     """
 

@@ -37,7 +37,7 @@ class Waits:
 
     @contextmanager
     def add(self, device: torch.device) -> Iterator[None]:
-        """Count the enclosed code. On the host, it may have waits inside, which are counted once."""
+        """Count the enclosed code. On the host, waits may be nested; the time is then counted once."""
         if device.type != "cuda":
             before, start = self._host_seconds, time.perf_counter()
             yield

@@ -47,7 +47,7 @@ _averaged = WeakIdKeyDictionary()  # from the first of the averaged parameters t
 
 
 class FilledGradients:
-    """Zeros for parameters of a module that only other ranks of a ring have used in a backward.
+    """Filler of missing gradients: zeros for parameters that only other ranks of a ring have used in a backward.
 
     Many loops all-reduce the gradients that exist (`if p.grad is not None`). If ranks had gradients of different
     parameters, the all-reduce would add these. For FSDP2 see `align_units`.

@@ -20,10 +20,10 @@ from ringflash.comm.comparison import gather_values
 
 
 class EqualParameters:
-    """Parameters that every rank of a ring has, whole or as equal shards; not what FSDP or ZeRO-3 shards over the ring.
+    """Comparison of the parameters that every rank of a ring has; what FSDP or ZeRO-3 shards over the ring is left out.
 
-    They are compared in the forwards (or other uses) 1, 2, 4, 8, ...; those with gradients and those without are
-    counted separately.
+    Parameters are compared in the forwards (or other uses) number 1, 2, 4, 8, ... Forwards with gradients and forwards
+    without are counted separately.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class EqualParameters:
 
 
 def named_whole(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters by name: not those inside FSDP1 units, but what a unit around this module has gathered."""
+    """Yield parameters by name, without those of FSDP1 units inside, but with those that a unit around has gathered."""
     yield from module.named_parameters(prefix, recurse=False)
     for name, x in vars(module).items():
         if isinstance(x, Tensor) and getattr(x._base, "_is_flat_param", False):

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from ringflash.comm.transport.lanes import Commands, Marker, T
 
-BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)  # channels of barriers
+# Channels of barriers. In a call that gathers K/V, when a stream has passed the barrier of
+#   BEGIN:      every rank has published K/V of this call (of large K/V, those of its first section)
+#   PUBLISHED:  every rank has published the rest of large K/V
+#   PULLED:     every rank has pulled all keys that it needs: no other rank reads this rank's area any more
+#   READY:      the kernels of every rank have written the gradients that return now
+#   FREE:       every rank has pulled these gradients: their buffer may be overwritten
+# An exchange of heads uses BEGIN only: every rank of the host has written its tensors.
+BEGIN, PUBLISHED, PULLED, READY, FREE = range(5)
 
 
 class Incoming(NamedTuple):
@@ -61,7 +68,7 @@ class GroupAreas(Protocol):
     """Named memory areas of one group and process. All ranks reserve the same areas in the same order.
 
     `rank`: this process's rank among `members`, the ranks of the group that share the areas (empty: all).
-    `num_buffers`: number of buffers to rotate through, so transfers stay ahead of compute.
+    `num_buffers`: number of buffers to use in rotation, so that transfers run ahead of kernels.
     """
 
     rank: int

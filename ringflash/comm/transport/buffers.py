@@ -44,12 +44,12 @@ def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.
 
 
 def drop_with_growth(views: Views) -> None:
-    """Register views to be dropped when a buffer grows, since they would keep its old storage alive."""
+    """Register views to be dropped when a buffer grows, because they would keep its old storage alive."""
     _views.add(views)
 
 
 def synchronize(device: torch.device) -> None:
-    """Synchronise the device before memory is freed, since another stream may reuse memory that one still reads."""
+    """Synchronise the device before memory is freed, because a stream may get memory that another one still reads."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

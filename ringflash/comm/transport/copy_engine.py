@@ -55,7 +55,8 @@ class CopyEngine(Lanes):
         cuda_graphs.check_growth("pad", _PAD_BYTES, self._device)
         self.rank, self.group, self._timeout_ms = group.rank(), group, timeout_ms
         self._handles: dict[str, _SymmetricMemory] = {}
-        self._mapping: tuple[str, dist.ProcessGroup] = group.group_name, group  # the ranks that map one another's areas
+        # Group of the ranks that map one another's areas, kept alive here; torch finds their store by its name.
+        self._mapping: tuple[str, dist.ProcessGroup] = group.group_name, group
         locations = gather(group, _location(self._device))
         for members in [tuple(range(len(locations)))] if split is None else split.hosts():
             _check_locations([locations[rank] for rank in members])

@@ -1,4 +1,4 @@
-"""Extra CUDA streams and cached views that every kind of areas needs on a GPU."""
+"""CUDA streams and cached views of areas, for the copy engine and for messages of NCCL."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Lanes:
 
     def join(self) -> None:
         current, lanes = self.current(), list(self._lanes.values())
-        if cuda_graphs.capturing(self._device):  # waiting for a lane outside of the capture would invalidate it
+        if cuda_graphs.capturing(self._device):  # waiting for a stream that is not part of the capture would end it
             lanes = [lane for lane in lanes if _is_captured(lane)]
         for lane in lanes:
             current.wait_stream(lane)
@@ -180,7 +180,7 @@ class Lanes:
 
 
 class _OneStream:
-    """Context of `Lanes.on_one_stream`; a context manager of contextlib takes several times as long."""
+    """Context of `Lanes.on_one_stream`, not by contextlib, whose context managers take several times as long."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes

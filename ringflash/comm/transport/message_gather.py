@@ -26,8 +26,8 @@ from ringflash.comm.wait_timer import waiting
 class NcclGather(Lanes):
     """Areas over messages of NCCL.
 
-    Messages need SMs, which a forward kernel holds until it ends. A third buffer gives a message the time of two
-    sections to arrive.
+    Messages need SMs, which a forward kernel holds until it ends. With a third buffer, a message may take as long as
+    the kernels of two sections.
     """
 
     num_buffers = 3

@@ -19,7 +19,7 @@ from ringflash.comm.communicator import communicator
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import describe_timeout, device_timeout, timeout
 
-TAG = int.from_bytes(b"ring")  # differs from torch's default 0, which the caller's messages in the same group have
+TAG = int.from_bytes(b"ring")  # not torch's default 0, which messages of the user in the same group may have
 
 
 # Batches over gloo that nobody has waited for, as after an error. They are kept, since a receive that is freed while

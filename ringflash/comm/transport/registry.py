@@ -25,7 +25,7 @@ TRANSPORTS = ("gloo", "nccl", "copy_engine")
 class Undecided(Enum):
     """State of "auto" over NCCL until the ranks of a group have compared their hosts."""
 
-    UNDECIDED = "copy_engine or nccl"  # for people; never compared
+    UNDECIDED = "copy_engine or nccl"  # the value is only what `explain` shows; code compares the member itself
 
 
 UNDECIDED: Final = Undecided.UNDECIDED

@@ -15,8 +15,8 @@ from ringflash.comm.communicator import note_end
 from ringflash.comm.transport.lanes import Marker
 
 HasEnded = Callable[[Any], bool]  # takes a Marker; True if the device has passed it
-WAITS = "has been waiting"  # first words of the state of a rank whose device waits for others
-NCCL_QUIET_S = 2.0  # without progress over NCCL: a peer may have met an error that this rank does not see
+WAITS = "has been waiting"  # first words of the state of a rank whose device waits for other ranks
+NCCL_QUIET_S = 2.0  # time without progress over NCCL after which a peer may have an error that this rank does not see
 
 
 class Unwatched:
@@ -65,7 +65,7 @@ class CallInFlight:
             if self.broken is not None and isinstance(error, dist.DistBackendError):
                 self.broken(error)
         finally:
-            if error is not None:  # the time that the caller takes to handle it is no stall
+            if error is not None:  # without markers the call counts as ended while the caller handles the error
                 self.markers = []
             self.issued = True
 
@@ -111,7 +111,7 @@ class CallQueue:
         self.transport, self.rank, self.timeout = transport, rank, timeout
         self.calls: deque[CallInFlight] = deque()
         self.num_calls = 0
-        self.last: CallInFlight | None = None  # the last one that has ended
+        self.last: CallInFlight | None = None  # the last call that has ended
         self.last_progress = now  # time at which the oldest call, or one before it, last began or advanced
         self.last_change = now  # time of the poll that last saw a call end or advance
         self._lock = Lock()
@@ -144,7 +144,7 @@ class CallQueue:
             head = calls[num_ended]
             if head.advance(ended):
                 advanced = True
-            if not head.describe_wait():  # the device waits for its own host, which is no stall
+            if not head.describe_wait():  # the device has passed all markers: it waits for its own host to issue more
                 self.last_progress = now
             self.last_progress = max(self.last_progress, head.begun)
         if not advanced:

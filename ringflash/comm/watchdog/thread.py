@@ -24,10 +24,10 @@ from ringflash.comm.watchdog.calls import WAITS, CallInFlight, CallQueue, HasEnd
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, StoreGone, WatchdogStore
 
-END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show where Python was
-SHOWN_RANKS = 32  # ranks listed in a report, which every rank prints
-_PERIOD_S = 1.0  # between two polls, unless the timeout is short
-_EARLY_POLL_CALLS = 256  # poll early after this number of calls, to free their events
+END_S = 25.0  # from a stall to the end of the process: later than a trap or NCCL's error, which show the Python stack
+SHOWN_RANKS = 32  # limit of the ranks that a report lists, because every rank prints one
+_PERIOD_S = 1.0  # time between two polls, unless the timeout is short
+_EARLY_POLL_CALLS = 256  # after this number of calls, poll before the period ends, to free their events
 
 _log = logging.getLogger("ringflash")
 
@@ -108,7 +108,7 @@ class Watchdog:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Wait for the calls of the program, which has ended; then stop the thread. A report finishes first."""
+        """At the end of the program, wait for its calls, then for a report that is being made, and stop the thread."""
         finish_device()
         self._stopped = True
         self._wake.set()
