@@ -27,10 +27,11 @@ from torch import Tensor
 from ringflash.sequence.mask import Documents
 from ringflash.sequence.paths import MASKS_KEPT, paths_of, tree_ends
 
-_TOLERANCE = 100  # the work of ranks 0 to r may be off by a 100th of one rank's, if that leaves a document whole
-_TREES_OF_RANK = 16  # a tree of at most a 16th of a rank's tokens is placed as a whole
-_FLAT_OF_RANK = 64  # a bidirectional document of more than a 64th of a rank's tokens is placed by itself
-_TILE_TOKENS = 256  # two tiles of a kernel, one for each chunk of a pair; segments are multiples, if work allows
+# A cut is moved to a document's bound if the work of ranks 0 to r then differs by at most 1/100 of one rank's work.
+_TOLERANCE = 100
+_TREES_OF_RANK = 16  # a tree of at most 1/16 of a rank's tokens is placed as one unit
+_FLAT_OF_RANK = 64  # a bidirectional document of more than 1/64 of a rank's tokens is a unit of its own
+_TILE_TOKENS = 256  # one tile of a kernel for each chunk of a pair: segments are multiples of it if work allows
 
 
 class BalancedChunks(NamedTuple):

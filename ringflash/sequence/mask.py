@@ -7,11 +7,15 @@ of its ancestors, oldest first, and the document itself.
     prompt [0, 4), two answers [4, 7) and [7, 9) that continue it: cu_seqlens (0, 4, 7, 9), parents (-1, 0, 0)
     positions in the path: 0 1 2 3, 4 5 6, 4 5
 
-Trees are stored depth first: all documents that continue a document, directly or not, follow it before any other. So a
-key has an end, the end of its document's tree, and a query sees those keys of one interval whose ends are after it
-(`ringflash_kernels.mask`). Windows count positions in the path. The first tokens of a path may be *global*: its queries
-see them beyond any window. A global key ends with its document's tree, any other key with its window. This window must
-be in one path. So in a tree with global tokens, a document that several others continue must be all global.
+Trees are stored depth first: all documents that continue a document, directly or not, follow it before any other. So
+the queries that see a key are before the *end* of the key, which is the end of its document's tree. A query sees
+exactly the keys of one interval whose end is later than the query (`ringflash_kernels.mask`).
+
+Windows count positions in the path. The first tokens of a path may be *global*: its queries see them beyond any window.
+Then the interval of a query begins with the global keys, and the keys between these and its window must be hidden by
+their ends: a global key ends with its document's tree, any other key with the last window that holds it. A key has one
+end only, but in a document that several others continue, a key that is not global would need an end in each of them. So
+in a tree with global tokens, a document that several others continue must consist of global tokens only.
 """
 
 from __future__ import annotations
@@ -94,7 +98,7 @@ class Documents(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Text that tells documents apart: a few plain bounds themselves, else their number and a checksum of all."""
+        """Short text to compare documents by: up to 8 plain bounds, otherwise their number and a checksum."""
         if self.are_plain and len(self.bounds) <= 8:
             return str(self.bounds)
         content = zlib.crc32(np.asarray(self.bounds if self.are_plain else self.rows).tobytes())
@@ -230,7 +234,7 @@ class SequenceMask:
         if self.parents is self.global_tokens is None:
             return [self._visible_range(start, stop)]
         documents = range(self.document_of(start), self.document_of(stop - 1) + 1)
-        if self.band[0] is None:  # all that later documents see is in the first one's path, or from `start` on
+        if self.band[0] is None:  # later documents see keys of the first one's path, and keys from `start` on
             *ancestors, own = self.path(documents[0])
             extends = self.bidirectional is not None and self.bidirectional[documents[-1]]
             last = self.bounds[documents[-1] + 1] if extends else stop
@@ -242,9 +246,9 @@ class SequenceMask:
         bounds, starts, links, shifts, both, num_global = self._arrays
         first, last = np.maximum(start, bounds[documents]), np.minimum(stop, bounds[documents + 1])
         last = np.where(both[documents], bounds[documents + 1], last)
-        reach = first + (self.band[0] or 0) - shifts[documents]  # in the path
+        reach = first + (self.band[0] or 0) - shifts[documents]  # position in the path at which the window begins
         ranges = []
-        while len(documents):  # run by run from the end of the path, while the window reaches farther
+        while len(documents):  # from the last run of each path back, while the window or global tokens go farther
             far, count = reach + shifts[documents], num_global[documents]
             ranges.append((np.maximum(starts[documents], far), last))
             if self.global_tokens:

@@ -114,7 +114,8 @@ def _pad_each_document(batch: PaddedBatch, unit: int, pad_token_id: int, causal:
     source = (cu_seqlens[document] + offset).to(tokens.device) - beyond
 
     def padded(x: Tensor, value: int) -> Tensor:
-        return pad(x, (0, 1), value=value)[:, source.where(beyond == 0, -1)]  # masked_fill would wrap -100 to 156
+        # Padding is read from an additional last column. masked_fill with -100 would write 156 to tokens in uint8.
+        return pad(x, (0, 1), value=value)[:, source.where(beyond == 0, -1)]
 
     return PaddedBatch(
         padded(tokens, pad_token_id),

@@ -138,7 +138,8 @@ def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
     groups = _group_by_token(ids, range(len(ids)), 0)
     todo = [(group, 0, 0, -1) for group in groups]
     while todo:
-        group, start, known, parent = todo.pop()  # its sequences agree up to `known`, and are packed up to `start`
+        # The sequences of a group agree up to position `known`; their tokens up to `start` are in `nodes` already.
+        group, start, known, parent = todo.pop()
         stop = _common(ids, group, known)
         longer = [member for member in group if len(ids[member]) > stop]
         ended = [member for member in group if len(ids[member]) == stop]  # these are equal
