@@ -7,10 +7,10 @@ The folder, lower layers first:
     comm/       agreement of the ranks before a call, transports (gloo, nccl, copy_engine), watchdog for stalled calls,
                 meshes
     sequence/   tokens of each rank (layout), mask in global coordinates, documents by positions, padding, labels
-    attention/  ring_attention: an all-gather of K/V by groups of heads and blocks of keys, on GPUs overlapped with the
-                kernels
+    attention/  ring_attention: it all-gathers the K/V of a few heads at a time, while the kernel computes the previous
+                heads
     recurrent/  gated delta rules, Mamba-2 and short convolutions over a sharded sequence
-    loss.py     cross-entropy with the loss scale for which every backend computes the right gradient
+    loss.py     cross-entropy times cp_size, so that averaging gradients over all ranks (DDP, FSDP2, ZeRO) is right
     wrap/, huggingface/, accelerate/, lightning/, deepspeed/, megatron/, torchtitan/, compat/
                 ring attention in your model and trainer
     checkpoint/, data/, memory/     checkpoint files, token files, activation memory

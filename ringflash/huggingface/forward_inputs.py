@@ -1,4 +1,7 @@
-"""Notes of a model's forwards, made by hooks of the model and read by its first layer, where ranks are in step."""
+"""State of a model's forward, which hooks of the model save and its first attention layer reads.
+
+Errors are raised in that layer and not in the hooks, because the ranks compare their calls only there.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +33,24 @@ _MEDIA = ("pixel_", "image", "video", "audio", "input_features", "input_values",
 
 
 class ForwardInputs:
-    """Arguments of a model's current forward, noted at its start and removed when the first layer reads them.
+    """Arguments of a model's current forward, saved at its start and removed when the first layer reads them.
 
-    So a layer that checkpointing runs again in the backward reads none, even if another forward has begun.
+    So a layer that checkpointing runs again in the backward finds none, even if another forward has begun.
 
     Args:
         names: parameters of the model's forward.
-        options: of `set_group`; options without a group while the model runs off the ring on purpose.
+        options: those given to `set_group`; during `generate` and `disable_ring`, options with group=None.
         configs: the configurations by which transformers chooses the attention and the masks.
     Attributes:
         takes_whole_batches: the model's forward shifts labels itself, before it cuts them.
         counts_positions: a layer counts the positions of its tokens, which may be given to it as `columns`.
         is_wrapped: `wrap_attention` intercepts the model's attention.
         reached: layers that have called ring attention.
-        length: length of the sequence in the current forward, for rotations that depend on it; None stands for the
-            length of the padded sequence.
+        length: length of the sequence in the current forward, for rotations that depend on it; None: the length of the
+            padded sequence.
         next_length: `length` of the next forward.
-        next_model: the model whose parameters the next forward compares: one around the decoder; None: the decoder.
+        next_model: model whose parameters the next forward compares, if that is a model around the decoder; None: the
+            decoder.
     """
 
     takes_whole_batches = False
@@ -72,7 +76,7 @@ class ForwardInputs:
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
-        """Return the notes of a model's forwards; a model that is watched already keeps its notes, with new options."""
+        """Register the hooks of a model and return its state; if it has hooks, keep its state with new options."""
         configs = list({id(c): c for m in (model, *attention) if (c := getattr(m, "config", None))}.values())
         for hook in model._forward_pre_hooks.values():
             if isinstance(hook, cls):

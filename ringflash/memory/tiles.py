@@ -165,8 +165,9 @@ class _WithoutProducts(TorchDispatchMode):
 class _SaveInputs(torch.autograd.Function):
     """Save the inputs of a module before `_Tiles` computes it.
 
-    A checkpoint recomputes a layer until it has all tensors that the layer's forward saved. If the layer ends with
-    tiles, the last saved tensors are these inputs, so the tiles are not computed a second time for the checkpoint.
+    A checkpoint recomputes a layer only until it has recomputed the last tensor that the layer's forward saved. If the
+    layer ends with tiles, these inputs are the last tensors, because they are saved before the tiles are computed. So
+    the checkpoint does not compute the tiles; only the backward of `_Tiles` computes them again.
     """
 
     @staticmethod

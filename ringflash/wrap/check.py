@@ -64,8 +64,8 @@ def check_wrapped(module: nn.Module, run: Callable[[Group], Any]) -> None:
             the loss: averaged over the ranks, it must equal the loss of the whole sequence, or 1 / cp_size of it.
     Raises:
         ValueError: tensors that differ by more than sqrt(eps) of the largest value, or losses; on every rank, with the
-            first layer. They are the inputs of every attention, what the module returns, and what its layers are given,
-            unless a later layer is given the right values.
+            first layer. The inputs of every attention, the inputs of the module's layers and what the module returns
+            are compared. A layer's wrong input is not an error if the input of a later layer is right.
     """
     check_runs(module, run, "the loss of run, averaged over the ranks,", "sum over the tokens of all ranks")
 
