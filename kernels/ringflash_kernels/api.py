@@ -173,16 +173,19 @@ def begin_backward(
     num_keys: int | None = None,
     only_dq: Tensor | None = None,
 ) -> BackwardPass:
-    """Start a backward pass: compute delta = rowsum(dout * out) - dlse, which all hops share, and a dq of zeros.
+    """Start a backward pass: compute delta = rowsum(dout * out) - dlse, and make an fp32 dq of zeros.
+
+    Each call of `add` then adds the gradients for one set of keys. delta is the same for all of them.
 
     Args:
         dout: as q, as wide as v. out: as dout, or fp32 (fp64 for fp64). lse, dlse: (batch, num_heads, seqlen_q), fp32
-            (fp64 for fp64). out and lse are results over all keys, not of one hop.
+            (fp64 for fp64). out and lse are the results over all keys of all calls of `add`.
         num_kv_heads: heads of the keys to come. Needed in FP8, whose buffers are allocated here.
         deterministic: repeated calls give bitwise equal gradients.
         row_max: the tensor that `attention_forward` wrote, for an impl that `needs_row_max`.
         num_keys: keys of all calls of `add` together, if known: then FP8 can add up dQ of up to 131,072 keys in fp16.
-        only_dq: a promise that `add` is called once, and `finish` with this tensor, which `add` may write already.
+        only_dq: tensor for the final dq. Whoever gives it must call `add` exactly once, and then `finish(only_dq)`;
+            `add` may write dq to it directly, without a sum in fp32.
     Raises:
         ValueError, NotImplementedError: as `attention_backward`.
     """

@@ -9,9 +9,10 @@ A `Mask` is written as a few rectangles, each with an optional diagonal band:
     x x x x     upper=0)       . x x x                                  x . x x      Region(2, 4, 2, 4, upper=0)
 
 Every query has an interval of keys, from the first to the last one that it sees. Every key has an end, the row after
-the last one that sees it. A query sees the keys of its interval whose end is after it. Under most masks that is its
-whole interval, and the bounds of the intervals never decrease (the first two examples). The others are *two-sided*:
-in the third example, key 0 has end 4, and key 1 has end 2.
+the last one that sees it. A query sees exactly the keys of its interval whose end is later than the query. Under most
+masks that is its whole interval, and the bounds of the intervals never decrease (the first two examples). The other
+masks are *two-sided*: the keys that a query sees are not contiguous, so kernels need a second table, the ends of the
+keys. In the third example key 0 has end 4 and key 1 has end 2, so query 2 sees keys 0 and 2, but not key 1.
 
 Rows and columns are local to the tensors of the call; `ringflash.attention.schedule` translates from global
 positions.

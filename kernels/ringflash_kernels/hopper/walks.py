@@ -1,9 +1,9 @@
 """Walks of the tiles under a two-sided mask: which blocks a tile visits, and which of them need no mask.
 
 A tile is a group of rows (of queries; of keys if the mask is transposed). The columns that its rows see are cut into
-blocks at multiples of a block's size, or, where that takes fewer, from the first column of a run of them on. A
-*stretch* is a run of blocks of one kind: all rows see all of each block (full), or not (masked). Blocks that no row
-sees are in no stretch.
+blocks at multiples of a block's size. A run of visible columns may instead be cut from its first column on, if it then
+has fewer blocks. A *stretch* is a run of blocks of one kind: full, if all rows see all of each block, or masked. Blocks
+that no row sees are in no stretch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from torch import Tensor
 from ringflash_kernels.mask import Mask, upload
 
 _MAX_BLOCK = 128  # keys of a block, at most
-_SHIFT = 8  # blocks that are not at multiples of their size are at multiples of this: TMA reads ends from 16 bytes on
-LONG_WALK = 64  # blocks
-_MASKED_COST = 0.2  # of a masked block in the forward, more than a full one takes
+# Blocks that are not at multiples of their size are at multiples of this many keys: TMA reads the ends of a block's
+# keys, int32, only from addresses that are multiples of 16 bytes.
+_SHIFT = 8
+LONG_WALK = 64  # a walk of more blocks is long
+_MASKED_COST = 0.2  # additional time of a masked block in the forward, in full blocks
 
 
 class Walks(NamedTuple):
