@@ -18,7 +18,7 @@ from ringflash_kernels.hopper.compat import (
     tma_store_wait,
 )
 
-WRITERS = gl.constexpr(3)  # as many warps as a warpgroup has beside the producer
+WRITERS = gl.constexpr(3)  # number of these warps: the other three of the producer's warpgroup
 
 
 @gluon.jit

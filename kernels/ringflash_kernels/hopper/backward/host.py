@@ -48,7 +48,7 @@ _SHORT_BLOCKS, _SHORT_MASKED = 64, 0.1  # of a tile on average, and the share of
 # other tiles of the same rows, they find these in L2. Each part costs a tile's start; head_dim 64 gains nothing.
 _PART_BLOCKS, _PARTS_TOGETHER, _SUMMED = LONG_WALK // 2, 2, 1 / 3
 _EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER = 17, 4  # a start costs less there
-_BESIDE_TOGETHER = 2  # if passes before and after the tiles of some heads are done beside those of others
+_BESIDE_TOGETHER = 2  # with `RowPasses`, which run while the tiles of other heads do
 IN_STEP_BYTES = 8 * 2**20  # Q, dO and dQ of a group; smaller ones stay in L2 even if CTAs are at different blocks
 HELD_QUERIES = 128  # per CTA of `backward_queries`
 
@@ -104,7 +104,10 @@ class HopperBackward:
         self._views: dict[tuple[int, int], _Queries] = {}
 
     def _may_wait(self) -> bool:
-        """Return whether `backward_keys` may prepare other heads, if there is a window: at 64 it gains nothing."""
+        """Return whether spare warps of `backward_keys` may do the preprocessing of later heads (`RowPasses`).
+
+        The caller uses this under a window only. It is for head_dim 128; at 64 it gained nothing.
+        """
         assert self._operands is not None
         out, _, dlse = self._operands
         return (
@@ -131,7 +134,7 @@ class HopperBackward:
 
     @functools.cached_property
     def drawn(self) -> Tensor:
-        """Counters of the tiles that programs of `backward_keys` have drawn, and the tile of each program."""
+        """Memory of persistent CTAs of `backward_keys`: two counters of tiles, and the next tile of each CTA."""
         return self.q.new_zeros(2 + count_sms(self.q.device), dtype=torch.int32)
 
     def add(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, *, accumulate: bool = True) -> None:
@@ -194,7 +197,8 @@ class HopperBackward:
 
     def _is_early(self, hop: HopRectangle) -> bool:
         """Return whether CTAs of `backward_keys` draw their tiles because of a window; other tables lost 0 to 3%."""
-        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)  # two pieces would spill
+        # Tiles of two pieces (head_dim 96) would spill registers.
+        return hop.has_begins and not (self.ordered or self.tiles.wide or self.tiles.rest)
 
     def _is_drawn(self, hop: HopRectangle, group: int, accumulate: bool) -> bool:
         """Return whether CTAs of `backward_keys` draw tiles of single heads: entering and leaving one takes 10 steps.
@@ -220,9 +224,9 @@ class HopperBackward:
         return _largest_divisor(num_heads, limit)
 
     def _lap(self, hop: HopRectangle, group: int, lap: int) -> int:
-        """Return the blocks of a lap of the clock that keeps CTAs at the same query block at a time, or 0 for no clock.
+        """Return the number of query blocks after which the clock begins again at the first one; 0 for no clock.
 
-        With `deterministic`, their order does so.
+        The clock keeps all CTAs at the same query block at a time. With `deterministic`, the fixed order does this.
         """
         row_bytes = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
         if self.deterministic or hop.num_rows * row_bytes <= IN_STEP_BYTES:
@@ -513,11 +517,13 @@ class Tables(NamedTuple):
     Args:
         begins: first key of each row, if rows need them.
         walks: tiles and stretches of `Walks`.
-        heads_together: heads, or groups of heads, at least, whose tiles alternate in the order of the launch.
-        down: walks go down from their last block, with all heads of a group at each: tiles of a document end at the
-            same block, and so are there together. Short walks gain if few of their blocks are masked, without a window.
+        heads_together: smallest number of heads, or groups of heads, whose tiles alternate in the order of the launch.
+        down: walks go from their last block to the first, and at each block through all heads of a group. Tiles of a
+            document end at the same block, so they are at the same rows at a time. This is faster for short walks with
+            few masked blocks, without a window.
         num_walks: parts of tiles, and other tiles; summed: see `Walks`.
-        lap: of the clock. With more blocks than most tiles visit, these would often be at none that it shows.
+        lap: number of blocks after which the clock begins again. If it were more than most tiles visit, the clock would
+            often show a block that they do not visit.
     """
 
     begins: TensorDescriptor | None = None

@@ -14,12 +14,13 @@ for the other's dS; a block of zeros precedes the first step. dQ is added unscal
 32 (see `interleave`; the postprocess kernel undoes it), in any order between CTAs. If ORDERED, three additional warps
 add it in a fixed order (`dq.py`).
 
-By turns, one consumer computes its exp while the other feeds the tensor cores. Without turns the instruction schedule
-happens to give lockstep or alternation (a difference of 15% at head_dim 64).
+The consumers take turns (FlashAttention-3's ping-pong): one computes its exp while the other feeds the tensor cores.
+Without turns they may run in step or alternate, as the compiler's schedule happens to be (a difference of 15% at
+head_dim 64).
 
-If EARLY, a CTA takes several tiles, one after another from a counter: under a window, so that all are at about the same
-rows at a time; of single heads, so that a tile starts sooner. V of the next tile arrives while the last dQ is computed,
-and K while dK and dV leave, from the two buffers of dQ.
+If EARLY, CTAs are persistent: each takes several tiles, one after another from a counter. Under a window, CTAs are then
+at about the same rows at a time; with tiles of single heads, the next tile starts sooner. V of the next tile arrives
+while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
 """
 
 from ringflash_kernels.hopper.backward.dq import (
@@ -152,7 +153,7 @@ def _load_queries(sm, problem, descs, batch, head, block, step):
 
 @gluon.jit
 def _hand_on(drawn_ptr, index):
-    """Tell the consumers which tile follows, by way of global memory: they see it with the arrival of its keys."""
+    """Write the number of the next tile to global memory, where consumers read it after its keys have arrived."""
     publish(drawn_ptr + 2 + gl.program_id(0), index)
 
 
@@ -354,7 +355,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
             keys = key + W * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, s_layout))
             first_row, stop_row = problem.rows_seeing(keys)
         columns = gl.arange(0, 64, layout=gl.SliceLayout(0, s_layout))
-        # Fewer spills, or faster.
+        # Two ways to write one mask. In these cases the first makes ptxas spill less, or is faster.
         if R or (MANY_ADDRESSES and not sm.ORDERED and not (sm.KV_IN_REGISTERS and problem.TWO_SIDED)):
             inside = problem.within(block * 64 + columns, first_row, stop_row)
         else:
@@ -374,7 +375,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     mbarrier.wait(sm.ds_full.index(last), last_parity)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if _only_v(R, sm.KV_IN_REGISTERS):
-        dp, delta = settled(dp - delta), 0.0  # P in 16 bits takes delta's registers
+        dp, delta = settled(dp - delta), 0.0  # subtract now: P in 16 bits needs delta's registers, or ptxas spills
     dv0 = warpgroup_mma(p0, dout0, dv0, is_async=True)
     if R:
         p1 = gl.convert_layout(p_bits, operand1)

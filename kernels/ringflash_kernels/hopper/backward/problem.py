@@ -5,8 +5,8 @@ is seen by one interval of query rows: computed from two shifts (a diagonal band
 documents). The ends of the intervals never decrease from key to key, so those of a tile's first and last key
 bound the query blocks to visit and the blocks that need no mask.
 
-Under a two-sided mask, the blocks to visit are listed in stretches (`hopper.walks`). If there is a window besides
-(BEGINS), a row sees of the keys in whose interval it is only those from its own first key on.
+Under a two-sided mask, the blocks to visit are listed in stretches (`hopper.walks`). If such a mask also has a window
+(BEGINS), each row has a first key: of the keys whose interval holds the row, it sees only those from this one on.
 """
 
 from ringflash_kernels.hopper.backward.tiles import SMS
@@ -15,7 +15,7 @@ from ringflash_kernels.hopper.compat import aggregate, gl, gluon, mbarrier
 _SMS = gl.constexpr(SMS)
 _TICK = gl.constexpr(16)
 
-# Arguments of kernels for which no kernel is compiled anew: of those that hold keys, and of those that hold queries.
+# Arguments whose values do not make triton compile another kernel: of kernels whose CTAs hold keys, and queries.
 KEY_TILE_ARGUMENTS = (
     "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows",
     "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split",
@@ -270,7 +270,7 @@ class BackwardProblem:
 
     @gluon.jit
     def tick(self, step):
-        """Advance the clock, which counts the steps of all CTAs' producers."""
+        """Advance the clock, a counter in device memory of the steps of all CTAs' producers."""
         if (self.lap != 0) & (step % _TICK == 0):
             gl.atomic_add(self.clock_ptr, _TICK)
 
@@ -279,8 +279,8 @@ class BackwardProblem:
         """Return the block at which to start a round over the query blocks [start, stop) of a head.
 
         Any order of the blocks is correct. But if concurrent CTAs are at the same block, its Q, dO and dQ are fetched
-        into L2 once for all of them, and not once for each. So all start at the block that the clock shows, the mean
-        of their steps, or at `block` if the tile does not visit that one.
+        into L2 once for all of them, and not once for each. So all start at `mean_block`, or at `block` if the tile
+        does not visit that one.
         """
         if self.lap != 0:
             now = self.mean_block()
@@ -289,7 +289,7 @@ class BackwardProblem:
 
     @gluon.jit
     def mean_block(self):
-        """Return the block that the clock shows."""
+        """Return the block at which CTAs are on average: the clock, divided by their number, modulo `lap`."""
         # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
         steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
         running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
@@ -302,7 +302,7 @@ class BackwardProblem:
 
     @gluon.jit
     def descend(self, g, block):
-        """Return the step after head g of the group at `block`, if the blocks go from the last to the first."""
+        """Return the next head of the group and its block, if the blocks go from the last to the first."""
         last = g + 1 == self.group
         return gl.where(last, 0, g + 1), gl.where(last, block - 1, block)
 

@@ -93,7 +93,7 @@ def _slots(sm, step):
 
 @gluon.jit
 def _load_block(sm, desc0, desc1, coord, slot, parity, OTHERS: gl.constexpr, R: gl.constexpr):
-    """Fill a buffer of the ring once both consumers have released it; OTHERS: bytes that arrive besides."""
+    """Fill a buffer of the ring once both consumers have released it; OTHERS: bytes of other loads."""
     full = sm.full.index(slot)
     mbarrier.wait(sm.empty.index(slot), parity ^ 1)
     mbarrier.expect(full, desc0.block_type.nbytes + (desc1.block_type.nbytes if R else 0) + OTHERS)

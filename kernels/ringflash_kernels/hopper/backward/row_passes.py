@@ -5,14 +5,14 @@ for dQ), and scale and cast the dQ of earlier ones. Separate kernels (`preproces
 cast the last one.
 
 A job is 64 rows of a head. The jobs prepare section 1, and then for m = 0, 1, ... prepare m + 2 and cast m. They are
-drawn from a counter, as the tiles are, and each waits only for tiles and jobs that were drawn before. So thread blocks
-may start late, or one after another.
+taken from a counter, as the tiles are, and each waits only for tiles and jobs that were taken earlier. So it is correct
+for any number of CTAs to run at a time.
 """
 
 from ringflash_kernels.hopper.compat import aggregate, count_up, draw, gl, gluon, wait_for
 
-HELPERS = gl.constexpr(3)  # warps; as many as a warpgroup has beside the producer
-REPORTS = gl.constexpr(8)  # of a tile: one by each warp of the consumers
+HELPERS = gl.constexpr(3)  # number of these warps: the other three of the producer's warpgroup
+REPORTS = gl.constexpr(8)  # number of warps of the consumers, each of which reports the end of a tile
 
 
 @aggregate

@@ -38,7 +38,7 @@ from ringflash_kernels.mask import Mask
 
 _PROMOTE = 64  # blocks of 64 queries that tensor cores sum before fp32 registers do: their sums have 13 bits
 _KEYS_IN_16_BITS = 2**17  # whose dQ fp16 holds: 1,024 random sums add an error of 0.5%, equal ones at most 6%
-_FEW_PARTS = 8  # of a sum, added up in the dtype of dk and dv: that error is small beside e4m3's
+_FEW_PARTS = 8  # this many parts of a sum are added in the dtype of dk and dv: the error is small compared with e4m3's
 
 _KEYS, _WIDE, _QUERIES = map(Launcher, (backward_keys_fp8, backward_wide_fp8, backward_queries_fp8))
 
@@ -146,7 +146,7 @@ class _Dequantised:
 
     def add_dequantised(self, k: Tensor, v: Tensor, mask: Mask, dk: Tensor, dv: Tensor, accumulate: bool) -> None:
         """Compute `add` of the rotated k, and v."""
-        # A second rounding of dK to bf16 is small beside those to e4m3.
+        # The error of a second rounding of dK to bf16 is small compared with that of e4m3.
         dtype = torch.float32 if accumulate or dk.dtype == torch.float16 else dk.dtype
         rotated = torch.empty_like(dk, dtype=dtype, memory_format=torch.contiguous_format)
         values = dv if dv.dtype == dtype else torch.empty_like(rotated)
