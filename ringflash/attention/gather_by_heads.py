@@ -1,10 +1,11 @@
 """Attention over an all-gather of K/V by groups of heads: over the copy engine, NCCL, or gloo on CPUs.
 
-    pull    K/V(0) K/V(1) ........ K/V(2) ..........     copies from the owners (without SMs), or messages
-    even    ...... section 0 ..... section 2 .......     kernels of every second section
-    odd     ............. section 1 ..... section 3      kernels of the others, on SMs that become free
-    begin   (backward) row sums of dO and O, zeros for dQ
-    end     (backward) ..... dK/dV(0) .. dK/dV(1) ..     gradients return to the owners, who add them up; dQ is cast
+    pull       K/V: copies from the owners, without SMs, or messages
+    even, odd  kernels of alternate sections: the first tiles of one run on SMs that the last tiles of the other leave
+    begin      (backward) row sums of dO and O, zeros for dQ
+    end        (backward) gradients return to the owners, who add them up; dQ is cast
+
+These are the lanes; docs/how-it-works.md draws them over time.
 
 README.md defines sections, blocks and units. A rank gathers the keys that it sees in the order of their positions, so
 each section is one launch, as on one device, and no state passes between launches. No kernel runs during the first

@@ -20,10 +20,10 @@ UNIT = re.compile(r"(?<![\w.])\d[\d.,]*\s*(?:s\b|%|GiB|TFLOP/s|ms\b|µs)")
 MARKED = re.compile(r"^<!-- begin (\w+) -->$", re.MULTILINE)
 GENERATED = re.compile(r"<!-- begin (\w+) -->.*?<!-- end \1 -->|```.*?```", re.DOTALL)
 UNQUOTED = {  # settings of the code, definitions, and what a table of the same page shows, rounded
-    "README.md": ["100% means", "after 600 s (`set_timeout`)"],
+    "README.md": ["100% is perfect", "after 600 s (`set_timeout`)"],
     "docs/performance.md": [
         "by about 5%, so", "`--tolerance` (5%)", "by up to 15%: a", "fresh, within 2%.", "*ideal*, 100%, is",
-        "about 11 µs of", "sleeps after 50 ms without", "kernels 2.5 to 3% of", "than 50 ms always",
+        "about 11 µs of", "power, after 50 ms without", "kernels 2.5 to 3% of", "than 50 ms always",
         "up to 2 GiB; above", "up to 1.25 GiB, if",
     ],
     "docs/fp8.md": [
