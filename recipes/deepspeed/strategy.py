@@ -171,7 +171,7 @@ class DeepSpeedContextParallelStrategy(TrainerChecks, DataContextRanks, DeepSpee
             checkpoint = {**checkpoint, _AVERAGE: checkpoint["state_dict"]}
         mark = Path(self.broadcast(filepath), COMPLETE)
         if self.is_global_zero:
-            mark.unlink(missing_ok=True)  # that of a checkpoint of the same name, which is overwritten
+            mark.unlink(missing_ok=True)  # mark of a checkpoint of the same name, which is overwritten
         super().save_checkpoint(checkpoint, filepath, storage_options)  # ranks wait for each other at both ends
         if self.is_global_zero:
             note_time(mark.parent)

@@ -39,8 +39,8 @@ class ExposedCommunication(lightning.Callback):
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps must be 1 or more, got {every_n_steps}; 10 is the default.")
         self.every_n_steps = every_n_steps
-        self.milliseconds: float | None = None  # of the last measured batch
-        self.ranks: list[RankTime] = []  # of the last measured batch, by rank
+        self.milliseconds: float | None = None  # exposed time of the last measured batch
+        self.ranks: list[RankTime] = []  # the same by rank
         self._stack = ExitStack()
         self._waits: Waits | None = None
 

@@ -22,7 +22,7 @@ import ringflash.accelerate
 if not version("axolotl").startswith("0.21."):
     raise RuntimeError(f"axolotl must be 0.21, got {version('axolotl')}; this file uses its plug-ins.")
 
-# What axolotl's collators add to position_ids of packed rows, and say again.
+# Keys that axolotl's collators add to packed rows, and that repeat what position_ids say.
 _SAID_BY_POSITIONS = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 
 

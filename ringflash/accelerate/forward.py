@@ -84,7 +84,7 @@ class RingForward:
     min_shared = 0
 
     def __init__(self, causal: nn.Module, group: dist.ProcessGroup, fused_head: FusedHead | None = None) -> None:
-        self._model, self.group = ref(causal), group  # a cycle would keep the model's memory
+        self._model, self.group = ref(causal), group  # a reference cycle would keep the model's memory
         self._fused_head = fused_head
         self.__signature__ = signature(causal.forward)
 
@@ -173,7 +173,7 @@ class RingForward:
             divisor = torch.as_tensor(num_items, device=loss.device)
             empty = divisor == 0
             loss = loss * count / divisor.masked_fill(empty, 1)  # in the loss's dtype
-        loss = loss.masked_fill(empty, math.nan)  # as transformers' loss is, which has gradients of 0
+        loss = loss.masked_fill(empty, math.nan)  # NaN as transformers' loss is, with gradients of 0
         if balance is not None:
             loss = loss + with_loss.router_coefficient * balance
         loss = _mean_of_ranks(loss, self.group)

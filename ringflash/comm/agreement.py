@@ -33,9 +33,9 @@ from ringflash.version import __version__
 Policy = Literal["changed", "always", "never"]
 
 MESSAGE_BYTES = 2048
-REMEMBERED = 8  # signatures of calls that a group has compared: a model alternates between few kinds of layers
-TIMEOUT = timedelta(seconds=120)  # for a rank that never joins: longer than ranks drift apart, short enough to wait for
-READ_TIMEOUT = timedelta(minutes=30)  # after reading files, which takes some hosts longer than others
+REMEMBERED = 8  # number of compared signatures that are kept: a model alternates between few kinds of layers
+TIMEOUT = timedelta(seconds=120)  # limit of the wait for a rank that never joins: longer than ranks drift apart
+READ_TIMEOUT = timedelta(minutes=30)  # the same limit after reading files, which takes some hosts longer than others
 
 _ERROR_TYPES: dict[str, type[Exception]] = {x.__name__: x for x in (ValueError, NotImplementedError, RuntimeError)}
 

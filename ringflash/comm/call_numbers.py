@@ -108,7 +108,7 @@ def next_number(group: dist.ProcessGroup | None, forward: int = 0) -> CallNumber
     return CallNumber(_calls(group).count + 1, forward, layer="" if forward else _layer)
 
 
-_layer = ""  # of the next call
+_layer = ""  # name of the layer of the next call
 
 
 def is_eager() -> bool:

@@ -21,7 +21,7 @@ class CallOrder:
         self.group, self._kind, self._remedy = group, kind, remedy
         self._previous = ""
         self._followers: dict[str, set[str]] = {}
-        self._checksum = 0  # of all names since `end`
+        self._checksum = 0  # checksum of all names since `end`
 
     def enter(self, name: str, device_type: str) -> None:
         """Compare a call that this rank is about to make: on CPUs always, on GPUs only if it is not the expected one.

@@ -24,7 +24,7 @@ _FOR_CAPTURES = (
     "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes", "cuGraphKernelNodeGetParams_v2",
     "cuGraphKernelNodeGetAttribute", "cuFuncGetParamInfo", "cuKernelGetParamInfo", "cuGraphDestroy",
 )  # fmt: skip
-_MAP_BYTES = 128  # of a descriptor
+_MAP_BYTES = 128  # size of a descriptor
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CAN_WRITE = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _CLUSTER, _COOPERATIVE = 4, 2  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _COOPERATIVE
@@ -208,7 +208,7 @@ def driver() -> Driver | None:
     """Return the driver; None, after a warning, if there is no compiler or the driver lacks a function."""
     try:
         return Driver()
-    except Exception as error:  # of the loader, of triton or of the compiler
+    except Exception as error:  # errors of the loader, of triton or of the compiler
         warnings.warn(
             "Python issues the work of calls, with equal results but more host time: the C function for it needs a C "
             f"compiler and a driver for CUDA 12.4 or later, got {type(error).__name__}: {error}.",

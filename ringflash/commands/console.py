@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-_WIDTH_COLUMNS = 160  # if the output is no terminal; rich would use 80 and wrap every cell
+_WIDTH_COLUMNS = 160  # width if the output is no terminal; rich would use 80 and wrap every cell
 
 
 class _Console(Console):

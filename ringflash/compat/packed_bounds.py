@@ -18,7 +18,7 @@ class _Prepared(NamedTuple):
     """Bounds of the whole sequence, and the arguments that `llama3_flash_attn_varlen_func` must get with them."""
 
     bounds: Tensor
-    versions: tuple[int, int]  # of cu_seqlens_q and cu_seqlens_k, which count writes
+    versions: tuple[int, int]  # versions of cu_seqlens_q and cu_seqlens_k: torch counts writes to them
     given: tuple[Any, ...]
 
 

@@ -52,7 +52,7 @@ _REFUSED |= dict.fromkeys(
 __all__ = [f"{stem}{form}_func" for stem in _STEMS for form in _FORMS]
 __all__ += ["llama3_flash_attn_prepare_cu_seqlens", "substitute_hf_flash_attn", "update_ring_flash_attn_params"]
 __all__ += ["use_ring_attn", *_REFUSED]
-_MODULES = (  # of the package, from which its users import
+_MODULES = (  # submodules of the package, from which its users import
     "adapters", "adapters.hf_adapter", "llama3_flash_attn_varlen", "ring_flash_attn", "utils", "zigzag_ring_flash_attn",
     "zigzag_ring_flash_attn_varlen",
 )  # fmt: skip
@@ -80,7 +80,7 @@ class Options(NamedTuple):
     group: Group = None
 
 
-DATA_PARAMS: dict[str, Any] = {}  # of the current batch, set by `update_ring_flash_attn_params`
+DATA_PARAMS: dict[str, Any] = {}  # bounds of the current batch, set by `update_ring_flash_attn_params`
 _in_use = True  # set by `use_ring_attn`
 
 

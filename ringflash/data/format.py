@@ -26,7 +26,7 @@ VERSION = 1
 HEADER = "header.json"
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BOUND = np.dtype("<i8")
-MAX_VOCAB_SIZE = 1 << 32  # limit of uint32
+MAX_VOCAB_SIZE = 1 << 32  # number of values of uint32
 
 Tokens = list[int] | np.ndarray
 

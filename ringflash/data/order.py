@@ -63,7 +63,7 @@ def mix_lengths(documents: Tensor, lengths: Tensor) -> Tensor:
         documents: (num_documents,), int64, shuffled; those within an eighth of an octave keep their order.
         lengths: (num_documents,), int64, tokens of each.
     """
-    mantissas, exponents = torch.frexp(lengths.double())  # exact, and so equal on every machine
+    mantissas, exponents = torch.frexp(lengths.double())  # exact arithmetic, so equal on every machine
     by_length = documents[torch.argsort(exponents + (16 * mantissas).floor() / 16, stable=True)]
     quantiles = torch.arange(len(documents), dtype=torch.float64, device="cpu") * ((math.sqrt(5) - 1) / 2) % 1
     mixed = torch.empty_like(documents)

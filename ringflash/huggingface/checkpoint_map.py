@@ -63,7 +63,7 @@ class CheckpointMap:
                 shape = tuple(tensors[target].shape)
                 self.boxes.append(TensorBox(by_pattern[None][0], target, (0,) * len(shape), shape))
                 self.repeated += by_pattern[None][1:]
-            elif None in by_pattern:  # stacked, and also one by one
+            elif None in by_pattern:  # experts may be stacked, or stored one by one
                 self.repeated += by_pattern[None]
             else:
                 converter = converters[next(pattern for pattern in by_pattern if pattern)]
@@ -73,7 +73,7 @@ class CheckpointMap:
         wrong = (box for box in self.boxes if shapes[box.name] != box.shape)
         self.misshapen = [f"{box.name} {shapes[box.name]} for {box.shape}" for box in wrong]
         second = [box for box in self.boxes if ties.get(box.target) in sources]
-        self.copies = [box._replace(target=ties[box.target]) for box in second]  # of tied tensors
+        self.copies = [box._replace(target=ties[box.target]) for box in second]  # names of tied tensors
         first = (box for box in self.boxes if box not in second)
         self.boxes = [box._replace(target=ties.get(box.target, box.target)) for box in first]
 

@@ -66,10 +66,10 @@ class ForwardInputs:
         self.first_layer: str | None = None  # class and index of the recurrent layer that checks, if there is one
         self._documents_given_to: str | None = None  # class of the model that was given cu_seqlens
         self._position_ids: Tensor | None = None
-        self._mask: Tensor | None = None  # as it was given: transformers' masks are bool
+        self._mask: Tensor | None = None  # in the dtype of the caller; transformers' masks are bool
         self._errors: dict[str, Exception] = {}
-        self._seeding: AbstractContextManager[None] | None = None  # of the current forward
-        self._aligned = False  # FSDP2's units, in the first training forward
+        self._seeding: AbstractContextManager[None] | None = None  # seeding of the current forward
+        self._aligned = False  # True once the first training forward has aligned FSDP2's units
         self._parameters = EqualParameters()
         self.reached = ReachedLayers()
         self._compared: EqualParameters | None = None  # parameters of the current forward, until they are compared

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ringflash.huggingface.options import NAME, ModelRing, give_inputs, inputs_of
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-_CACHE_NAMES = ("cache", "past_key_values")  # of a layer's argument: from transformers 5.24 on, and before
+_CACHE_NAMES = ("cache", "past_key_values")  # name of a layer's argument: from transformers 5.24 on, and before
 
 
 def use_global_length(model: nn.Module, inputs: Any) -> None:
@@ -73,7 +73,7 @@ def _append_longest(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"position_ids must be (batch, seqlen) where the rotation depends on the length, got "
             f"{tuple(position_ids.shape)}; use yarn, llama3 or linear."
         )
-    if length is not None:  # the layout's padding has no part in it
+    if length is not None:  # without the padding that the layout needs
         position_ids = torch.clamp(position_ids, max=length - 1)
     longest = position_ids.amax(-1, keepdim=True)
     if length is not None:  # of padding in the user's batch, too, which may be left out of position_ids

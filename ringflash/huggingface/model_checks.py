@@ -36,7 +36,7 @@ def check_on_ring(model: nn.Module, base: nn.Module, attentions: list[nn.Module]
     _check_pooling(model, base)
     _check_layers(base)
     check_rope(base)
-    spans = takes_spans(model)  # by which transformers' own masks go; each call checks them
+    spans = takes_spans(model)  # transformers' own masks follow these; each call checks them
     for module in attentions:
         _check_attention_class(module)
         check_layer_type(module)

@@ -24,7 +24,7 @@ class ModelRing(CallOptions):
     def positions(self, length: int, device: torch.device, cu_seqlens: Tensor | None = None) -> Tensor:
         """Return the global positions of the `length` tokens that this rank holds; cu_seqlens as `local_positions`."""
         cp_size, cp_rank = self.size_and_rank
-        if self.layout in DOCUMENT_LAYOUTS:  # read and decided once per step
+        if self.layout in DOCUMENT_LAYOUTS:  # read, and decided upon, once per step
             return local_positions(length * cp_size, cp_size, cp_rank, self.layout, cu_seqlens).to(device)
         positions = _positions(length * cp_size, cp_size, cp_rank, self.layout, device)
         if isinstance(positions, FakeTensor):  # without values, for a tracer: later calls must not get it

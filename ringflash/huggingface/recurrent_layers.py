@@ -76,7 +76,7 @@ def _into_sequence_order(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
         given = ShardInputs(mask, call.get("position_ids"), cu_seqlens, checksum)
         check_consistency(options, hidden[:, None], given, inputs, error)
     signature: dict[str, object] = {"recurrent layer on": [*hidden.shape], "dtype": str(hidden.dtype)}
-    if options.layout in DOCUMENT_LAYOUTS:  # in the others attention compares the bounds, on which no message depends
+    if options.layout in DOCUMENT_LAYOUTS:  # in other models attention compares the bounds; no message depends on them
         signature["cu_seqlens"] = zlib.crc32(str(bounds).encode())
     with in_layer(name, module.training):
         agree(options.group, signature, error, hidden.device)

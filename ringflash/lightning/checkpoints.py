@@ -53,7 +53,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
-        group = dist.new_group(backend="gloo", timeout=timeout)  # keeps the group of the training free
+        group = dist.new_group(backend="gloo", timeout=timeout)  # the training uses its own meanwhile
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

@@ -41,7 +41,8 @@ def multiply_in_float8(model: Any, recipe: str, device_type: str) -> None:
         module_filter_fn=lambda layer, _: layer not in left and not any(size % 16 for size in layer.weight.shape),
     )
     if device_type == "cuda":
-        torch._dynamo.config.recompile_limit = 64  # of variants, by shape, and with gradients or without; 8 by default
+        # Variants are compiled by shape, with gradients and without; the default limit is 8.
+        torch._dynamo.config.recompile_limit = 64
         for layer in model.modules():
             if isinstance(layer, Float8Linear):
                 layer.compile(dynamic=False)

@@ -27,7 +27,7 @@ from ringflash.sequence.padding import IGNORE_INDEX
 
 Batch = dict[str, Any]
 
-NUM_BUCKETS = 8  # of `position_buckets`
+NUM_BUCKETS = 8  # number of `position_buckets`
 
 
 class CausalLM(lightning.LightningModule):

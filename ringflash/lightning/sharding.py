@@ -173,7 +173,7 @@ class SequenceSharding(_Base):  # type: ignore[misc,valid-type]
                 state.watch("token_loss", kind, x)
         cp_size, count = 1 if group is None else group.size(), torch.where(count == 0, 1, count)
         mean = (total / count).to(local.dtype)
-        if mass.requires_grad:  # weights are in the divisor, too, also of other ranks
+        if mass.requires_grad:  # the divisor has weights, too, also those of other ranks
             local = local - mean * mass.sum()
         return cast(Tensor, _WithValue.apply(local * cp_size / count, mean))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringflash.attention.api import ring_attention
 from ringflash.sequence.tensor_cache import once_per_tensor
 
-_SETTINGS = {  # of Megatron's configuration: a ring computes attention as with these values, and no others
+_SETTINGS = {  # options of Megatron's configuration: a ring computes attention with these values, and with no others
     "softmax_type": "vanilla",
     "qk_clip": False,
     "log_max_attention_logit": False,
@@ -98,7 +98,7 @@ class RingCoreAttention(MegatronModule):
             )
         if attention_bias is not None:
             raise NotImplementedError("attention_bias must be None, got one; use Megatron's own attention.")
-        engine = getattr(inference, "InferenceMode", None)  # of 0.19
+        engine = getattr(inference, "InferenceMode", None)  # in Megatron-core 0.19
         if self.group is not None and engine is not None and engine.is_active():
             raise NotImplementedError(
                 "context_parallel_size must be 1 for inference, in which Megatron gives each rank whole sequences, got "

@@ -62,7 +62,7 @@ def _apply(patch: Callable[..., None], model: nn.Module) -> None:
     classes = [{key: value for key, value in family.items() if isinstance(value, type)} for family in families]
     try:
         patch(model=model, **dict.fromkeys(losses, False))
-    except Exception as error:  # e.g. a dense layer in a model of experts
+    except Exception as error:  # for example, a dense layer in a model with experts
         raise NotImplementedError(
             f"model must be one that Liger can patch, got {type(error).__name__} for {type(model).__name__}: {error}; "
             "set liger to False."

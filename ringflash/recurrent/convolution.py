@@ -37,7 +37,7 @@ def causal_conv(conv: Callable[[Tensor], Tensor], x: Tensor, width: int, shard: 
 
 def _halo(x: Tensor, size: int, shard: ContiguousShard) -> Tensor:
     """Return the `size` tokens before the shard, with zeros for tokens of other documents."""
-    tails = states_before(x[..., -size:], shard.group)  # shorter if the shards are
+    tails = states_before(x[..., -size:], shard.group)  # shorter if the shards are shorter
     zeros = x.new_zeros(*x.shape[:2], size)
     foreign = torch.arange(size, device=x.device) < size - shard.before
     return torch.cat([zeros, *tails], -1)[..., -size:].masked_fill(foreign, 0)

@@ -54,7 +54,7 @@ def balanced_chunks(documents: Documents, cp_size: int) -> BalancedChunks:
     starts, lengths, work = starts[order], lengths[order], work[order]
     ends, cuts = lengths.cumsum(0), torch.tensor(_Order(lengths, work).cut(cp_size), device="cpu")
     edges = torch.cat([cuts, ends]).sort().values.unique_consecutive()
-    segments = edges.diff()  # each is of one document and of one rank
+    segments = edges.diff()  # each segment belongs to one document and to one rank
     document = torch.searchsorted(ends, edges[:-1], right=True)
     turn = torch.searchsorted(cuts, edges[:-1], right=True) - 1
     rank = torch.minimum(turn, 2 * cp_size - 2 - turn)
@@ -76,7 +76,7 @@ def _units(documents: Documents, cp_size: int) -> tuple[Tensor, Tensor, Tensor]:
     bounds = torch.tensor(documents.bounds, device="cpu")
     starts, lengths = bounds[:-1], bounds.diff()
     shifts = paths_of(documents.bounds, documents.parents).shifts
-    before = starts - torch.tensor(shifts, device="cpu")  # tokens of the documents that each continues
+    before = starts - torch.tensor(shifts, device="cpu")  # number of tokens of the documents that each one continues
     per_token = lengths + 1 + 2 * before
     if documents.bidirectional is not None:
         per_token += torch.tensor(documents.bidirectional, device="cpu") * (lengths - 1)

@@ -28,7 +28,7 @@ def shift_labels(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: documents that branch: the last token of a prompt has a successor in each answer.
     """
-    kind = tokens.dtype if tokens.is_floating_point() else torch.int64  # bytes have no -100
+    kind = tokens.dtype if tokens.is_floating_point() else torch.int64  # uint8 cannot hold -100
     labels = torch.full_like(tokens, IGNORE_INDEX, dtype=kind)
     labels[:, :-1] = tokens[:, 1:]
     if cu_seqlens is not None and cu_seqlens.dim() == 1:

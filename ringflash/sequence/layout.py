@@ -35,8 +35,8 @@ from ringflash.sequence.mask import Documents, check_cu_seqlens, check_parents
 from ringflash.sequence.tensor_cache import once_per_tensor
 
 LAYOUTS = ("zigzag", "striped", "contiguous", "balanced", "documents")
-DOCUMENT_LAYOUTS = ("balanced", "documents")  # they depend on the bounds of documents
-_ZIGZAGS = {"zigzag": 1, "striped": 32}  # zigzags per sequence
+DOCUMENT_LAYOUTS = ("balanced", "documents")  # layouts that depend on the bounds of documents
+_ZIGZAGS = {"zigzag": 1, "striped": 32}  # number of zigzags per sequence
 
 
 class Chunk(NamedTuple):

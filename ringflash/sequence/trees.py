@@ -78,7 +78,7 @@ def values_at(values: Tensor, places: Tensor) -> Tensor:
 class _Node(NamedTuple):
     tokens: np.ndarray
     parent: int  # index in order of creation
-    sequences: list[int]  # that pass through it
+    sequences: list[int]  # sequences that pass through it
     start: int  # position of its first token in these sequences
 
 
@@ -142,7 +142,7 @@ def _grow(ids: list[np.ndarray], min_shared: int) -> list[_Node]:
         group, start, known, parent = todo.pop()
         stop = _common(ids, group, known)
         longer = [member for member in group if len(ids[member]) > stop]
-        ended = [member for member in group if len(ids[member]) == stop]  # these are equal
+        ended = [member for member in group if len(ids[member]) == stop]  # these sequences are equal
         if longer and stop - 1 - start >= min_shared:
             nodes.append(_Node(ids[group[0]][start : stop - 1], parent, group, start))
             start, parent = stop - 1, len(nodes) - 1

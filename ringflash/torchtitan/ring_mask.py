@@ -52,7 +52,7 @@ def read_mask(mask_mods: Sequence[Callable], positions: Tensor) -> RingMask:
         factory = _factory(mod)
         if factory == "get_causal_mask_mod":
             causal = True
-        elif factory == "get_sliding_window_mask_mod":  # causal itself
+        elif factory == "get_sliding_window_mask_mod":  # masks of this factory are causal
             windows.append(inspect.getclosurevars(mod).nonlocals["window_size"])
         elif factory in _DOCUMENTS:  # a token that does not see the previous one begins a document
             begins[:, 1:] |= ~mod(row, torch.zeros_like(row), query, query - 1)

@@ -71,7 +71,7 @@ class LightningSession(Session):
             module.check_sequence_sharding = False  # verify itself reports the difference; the check would raise first
             if training.prepare in (default_prepare, huggingface.prepare_batch):
                 training.prepare = _unsharded_batch
-        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # devices and a tip
+        logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)  # no device list
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         precision = {"plugins": [DoublePrecision()]} if wide else {"precision": _PRECISION[self.settings.dtype]}
         return lightning.Trainer(

@@ -27,7 +27,7 @@ from ringflash.sequence.padding import IGNORE_INDEX
 from ringflash.testing.dense import visible
 
 Batch = dict[str, Any]
-LEARNING_RATE = 0.01  # of the SGD step that is compared
+LEARNING_RATE = 0.01  # learning rate of the SGD step that is compared
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ from ringflash.wrap.wrapper import disable_ring, not_compiled, wrapped_state
 # Largest size of the random numbers, for each pair of runs with them: one pair finds 4 of 5 wrong means in bf16. Losses
 # with an exponential overflow at the larger ones, and are then not compared.
 RANDOM_SIZES = (16, 256, 256)
-RANDOM_BOUND = 2.0**-6  # at most, of losses whose logits are equal to the bit: sqrt(eps) of bf16 is 0.09
+RANDOM_BOUND = 2.0**-6  # largest relative difference of losses whose logits have equal bits: sqrt(eps) of bf16 is 0.09
 
 _MIXING = (
     "only scaled_dot_product_attention may mix tokens, not a shift, convolution, pooling or norm along the sequence"
@@ -176,7 +176,7 @@ class _Trace:
         size = self.state.options.size_and_rank[0]
         if got is None or [*x.shape] != [got.shape[0], got.shape[1] * size, *got.shape[2:]]:
             return None
-        if kind == "inputs" and tuple(got.shape[:2]) not in self.ring.lengths:  # experts' capacity, say
+        if kind == "inputs" and tuple(got.shape[:2]) not in self.ring.lengths:  # for example, experts with a capacity
             return None
         return self._cut(x, self.ring)
 

@@ -124,7 +124,7 @@ def disable_ring(module: nn.Module) -> Iterator[None]:
             f"module must be the one that was wrapped, {state.root}, got its {state.name_of(module)}; pass the root."
         )
     changes: list[tuple[Any, str, Any]] = [(state, "whole", True)]
-    local = ModelRing(layout="contiguous")  # of any length
+    local = ModelRing(layout="contiguous")  # contiguous: sequences of any length
     for layer in module.modules():
         if (inputs := inputs_of(layer)) is not None:
             changes.append((inputs, "options", local))

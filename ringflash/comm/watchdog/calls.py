@@ -112,7 +112,7 @@ class CallQueue:
         self.calls: deque[CallInFlight] = deque()
         self.num_calls = 0
         self.last: CallInFlight | None = None  # the last call that has ended
-        self.last_progress = now  # time at which the oldest call, or one before it, last began or advanced
+        self.last_progress = now  # time at which the oldest call, or an earlier one, last began or advanced
         self.last_change = now  # time of the poll that last saw a call end or advance
         self._lock = Lock()
         self._with_events: deque[CallInFlight] = deque()  # used by the host's thread only

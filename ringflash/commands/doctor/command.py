@@ -26,7 +26,7 @@ from ringflash.commands.doctor.judge import Facts, Finding, differences, fault, 
 
 _SLOW_GBYTES = {"nccl": 50.0, "copy_engine": 50.0}  # a slower link between GPUs of one host is not NVLink
 _SLOW_NIC_GBYTES = 10.0
-_SLOW_LANE = 0.7  # of the median of all GPUs
+_SLOW_LANE = 0.7  # as a fraction of the median of all GPUs
 _STYLE = {"ok": "green", "warning": "yellow", "fault": "red"}
 _ERROR = re.compile(r"(\[rank\d+\]: )?[\w.]*Error\b")  # last line of a traceback; its source lines are indented
 

@@ -11,7 +11,7 @@ from ringflash.huggingface import flops
 from ringflash.memory import Memory
 
 GIB = 1 << 30
-BF16, FP32 = 2, 4  # bytes of a number
+BF16, FP32 = 2, 4  # bytes of one number
 
 Precision = Literal["bf16-mixed", "bf16-true"]
 Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]

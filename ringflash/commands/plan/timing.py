@@ -37,7 +37,7 @@ def step_time(job: TrainingJob, machine: Machine) -> StepTime:
     attention = 4.0 * model.mean_size * job.visible_pairs / job.cp_size * model.num_layers
     padded = (model.q_size + model.out_size) / 2 / model.mean_size
     forward = padded * attention / (peak * forward_rate)
-    backward = 2.5 * padded * attention / (peak * backward_rate)  # but MFU counts only twice the forward
+    backward = 2.5 * padded * attention / (peak * backward_rate)  # MFU counts the backward as twice the forward
     computed = model.computed_parameters / model.matmul_parameters * products / peak
     in_layers = 1 - model.embedding_parameters / model.matmul_parameters
     layers = in_layers * computed / (rates.products if job.float8 is None else rates.float8_products)
