@@ -109,7 +109,7 @@ class _Tiled:
         if self._checkpointed and x.shape[-2] <= self.tile_tokens:
             return self.whole(*inputs)
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
-        run = _run_uncompiled if torch.compiler.is_compiling() and _draws(self) else _run
+        run = _run_uncompiled if torch.compiler.is_compiling() and needed else _run
         return run(self, needed, inputs, parameters)
 
     def whole(self, *inputs: Tensor) -> Tensor:
@@ -122,19 +122,20 @@ class _Tiled:
         plain = type(last) is nn.Linear and "forward" not in vars(last) and not last._forward_hooks
         if not (plain and self.ends_with_down_proj):
             return self.whole(*inputs)
-        found: list[Tensor] = []
+        found: list[tuple[Tensor, list[int]]] = []
 
         def forward(x: Tensor) -> Tensor:
             with _WithoutProducts():
-                found.append(nn.Linear.forward(last, x))
-            return found[-1]
+                product = nn.Linear.forward(last, x)
+            found.append((product, _versions([product])))
+            return product
 
         last.forward = forward
         try:
             out = self.whole(*inputs)
         finally:
             del last.forward
-        self.ends_with_down_proj = bool(found) and out is found[-1]
+        self.ends_with_down_proj = len(found) == 1 and found[0][0] is out and found[0][1] == _versions([out])
         return out if self.ends_with_down_proj else self.whole(*inputs)
 
 
@@ -146,8 +147,8 @@ def _run(module: Any, needed: bool, inputs: tuple[Tensor, ...], parameters: tupl
 
 _run_uncompiled = torch.compiler.disable(
     _run,
-    reason="fullgraph must be False for a tiled MLP with dropout, whose draws a compiled backward could not repeat; "
-    "leave fullgraph out, or set the dropout to 0",
+    reason="fullgraph must be False for a tiled MLP in training, whose backward runs its forward again; leave "
+    "fullgraph out, or set mlp_tile_tokens to 0",
 )
 
 
@@ -197,12 +198,11 @@ class _Tiles(torch.autograd.Function):
         kind = inputs[0].device.type
         ctx.module, ctx.saved = module, saved
         ctx.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        device = inputs[0].device
-        unknown = torch.compiler.is_compiling() or capturing(device)  # states cannot be read
-        before = None if unknown and not _draws(module) else _states(device)
+        device, trains = inputs[0].device, ctx.needs_input_grad[2]  # `first` requires grad if any input does
+        before = _states(device) if trains and (not capturing(device) or _draws(module)) else None
         out = torch.cat([module.whole(*tile) for tile in _tiles(inputs, module)], dim=-2)
         ctx.random = None if before is None or all(map(torch.equal, before, _states(device))) else before
-        ctx.versions = _versions(tensors[num_inputs:]) if any(ctx.needs_input_grad) else []
+        ctx.versions = _versions(tensors[num_inputs:]) if trains else []
         return out
 
     @staticmethod
@@ -250,9 +250,9 @@ def _parameters(mlp: nn.Module) -> tuple[Tensor, ...]:
     return tuple(dict.fromkeys(found[name] for name in sorted(found)))
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Return the numbers of writes to parameters, as autograd counts them; none while compiling, since it cannot."""
-    return [] if torch.compiler.is_compiling() else [x._version for x in parameters]
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the numbers of writes to tensors, as autograd counts them."""
+    return [x._version for x in tensors]
 
 
 def _is_flat(x: Tensor | None) -> bool:
@@ -260,7 +260,7 @@ def _is_flat(x: Tensor | None) -> bool:
 
 
 def _draws(mlp: nn.Module) -> bool:
-    """Return True if a forward names what draws random numbers, where no states of generators can be compared."""
+    """Return True if a forward names what draws random numbers, where the states of generators cannot be compared."""
     return any(x.training and (x.p > 0 if isinstance(x, _DropoutNd) else _calls_random(x)) for x in mlp.modules())
 
 
@@ -269,7 +269,6 @@ def _calls_random(module: nn.Module) -> bool:
     return any(not isinstance(getattr(module, name, None), nn.Module) for name in _random_names(type(module)))
 
 
-@torch.compiler.assume_constant_result
 def _random_names(cls: type[nn.Module]) -> tuple[str, ...]:
     """Return the names in the forwards of a class that are dropouts, or operators that draw random numbers."""
     codes = (getattr(vars(base).get("forward"), "__code__", None) for base in cls.__mro__)

@@ -147,13 +147,20 @@ def test_a_layer_computed_again_leaves_its_tiles_out(family: str) -> None:
     assert flops[1] == flops[0]
 
 
-def doubled(forward: Any) -> Any:
-    return lambda x: 2 * forward(x)
+FOLLOWED: dict[str, Callable[[Any], Any]] = {
+    "more after it": lambda forward: lambda x: 2 * forward(x),
+    "more in its place": lambda forward: lambda x: forward(x).square_(),
+    "it again": lambda forward: lambda x: forward(forward(x)),
+}
 
 
 @pytest.mark.parametrize(
-    ("change", "products"), [("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4)]
-)
+    ("change", "products"),
+    [
+        ("nothing", 2), ("a bias", 2), ("autocast", 2), ("a hook", 3), ("more after it", 4), ("more in its place", 4),
+        ("it again", 8),
+    ],
+)  # fmt: skip
 def test_last_product_is_left_out_if_unneeded(change: str, products: int) -> None:
     """The last of three that a tile computes again. A hook sees it; what follows it is found by trying, once."""
     mlps = [
@@ -169,9 +176,9 @@ def test_last_product_is_left_out_if_unneeded(change: str, products: int) -> Non
             last.bias = nn.Parameter(torch.linspace(-1, 1, 32, dtype=torch.float64))
         if change == "a hook":
             last.register_forward_hook(lambda module, args, out: seen.append(bool(out.any())))
-        if change == "more after it":
+        if change in FOLLOWED:
             name = "whole" if hasattr(mlp, "whole") else "forward"
-            setattr(mlp, name, doubled(getattr(mlp, name)))
+            setattr(mlp, name, FOLLOWED[change](getattr(mlp, name)))
     flops, outs = [], []
     for mlp in mlps:
         x = torch.randn(1, 40, 32, generator=torch.Generator().manual_seed(0)).to(mlp.get_parameter("gate_proj.weight"))
@@ -304,9 +311,9 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in DRAWING), ("lora", True), ("layer", True)])
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in DRAWING), ("lora", True), ("noise", True)])
 def test_tiles_draw_the_same_in_the_backward(kind: str, compiled: bool) -> None:
-    """A tile's gradients have the forward's draws, whatever has drawn them; if compiled, what a forward names."""
+    """A tile's gradients have the forward's draws, whatever has drawn them, in a compiled model as well."""
     torch.manual_seed(0)
     mlp = nn.ModuleDict({"mlp": DRAWING[kind]().double()})
     tiles.tile_mlps(mlp, 8)
