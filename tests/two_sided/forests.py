@@ -27,7 +27,6 @@ class Forest:
 
     @property
     def rows(self) -> tuple[tuple[int, ...], ...]:
-        """Rows of `table`."""
         counts = self.global_tokens or (0,) * len(self.lengths)
         return self.cu_seqlens, (*self.parents, -1), (*map(int, self.bidirectional), 0), (*counts, 0)
 
@@ -75,10 +74,10 @@ class Forest:
         return seen
 
 
-def random_forest(seed: int, seqlen: int, *, window: bool | None = None, count: int | None = None) -> Forest:
+def random_forest(seed: int, seqlen: int, *, window: bool | None = None) -> Forest:
     """Trees of random shape, depth first; some documents bidirectional; sometimes a window, and global tokens."""
     rng = random.Random(seed)
-    count = count or rng.randint(1, max(1, min(12, seqlen // 2)))
+    count = rng.randint(1, max(1, min(12, seqlen // 2)))
     cuts = sorted(rng.sample(range(1, seqlen), count - 1))
     lengths = [b - a for a, b in zip([0, *cuts], [*cuts, seqlen], strict=True)]
     parents: list[int] = []
@@ -111,10 +110,6 @@ def with_global_tokens(forest: Forest, rng: random.Random) -> Forest:
 def rollouts(prompt: int, answers: list[int]) -> Forest:
     """A prompt and answers that continue it."""
     return Forest((prompt, *answers), (-1, *[0] * len(answers)), (False,) * (1 + len(answers)))
-
-
-def prefix_lm(prefix: int, rest: int) -> Forest:
-    return Forest((prefix, rest), (-1, 0), (True, False))
 
 
 def images(spans: list[tuple[int, int]], left: int = -1) -> Forest:
@@ -156,7 +151,7 @@ def of_lengths(forest: Forest, seqlen: int) -> Forest:
 
 FAMILIES = {
     "rollouts": rollouts(37, [11, 20, 5, 23]),
-    "prefix lm": prefix_lm(40, 56),
+    "prefix lm": Forest((40, 56), (-1, 0), (True, False)),
     "images": images([(10, 16), (3, 16), (12, 16), (7, 16)]),
     "images, window": images([(10, 16), (3, 16), (12, 16), (7, 16)], left=20),
     "block diffusion": block_diffusion(6, 8),

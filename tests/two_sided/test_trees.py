@@ -15,7 +15,7 @@ from ringflash.sequence.layout import read_documents
 from ringflash.sequence.mask import SequenceMask
 
 
-def _rollouts(seed: int, branches: int = 3) -> list[list[int]]:
+def _rollouts(seed: int) -> list[list[int]]:
     """Sequences that share prefixes, some of them a prefix of another, some equal."""
     rng = random.Random(seed)
 
@@ -26,7 +26,7 @@ def _rollouts(seed: int, branches: int = 3) -> list[list[int]]:
     for _ in range(2):
         paths = [draw(rng.randint(5, 12))]
         for _ in range(3):
-            paths += [rng.choice(paths) + draw(rng.randint(1, 9)) for _ in range(branches)]
+            paths += [rng.choice(paths) + draw(rng.randint(1, 9)) for _ in range(3)]
         found += rng.sample(paths, 6)
     return [*found, found[0]]
 
@@ -80,13 +80,14 @@ def test_packing_by_hand() -> None:
             packed.unpack(values)
 
 
+@pytest.mark.parametrize("spans", [((4, 20), (20, 21), (33, 60), (100, 120)), ((0, 70),)], ids=["images", "prefix"])
 @pytest.mark.parametrize("window", [None, 7, 25])
-def test_spans_are_those_of_transformers(window: int | None) -> None:
-    """Gemma 3 and 4: in full layers causal or the same image; in windows layers that, and in the window."""
+def test_spans_are_those_of_transformers(window: int | None, spans: tuple[tuple[int, int], ...]) -> None:
+    """Gemma 3 and 4: in full layers causal or the same image; in windows layers that, and in the window. PaliGemma."""
     from transformers import masking_utils as hf
 
     types = torch.zeros(120, dtype=torch.long)
-    for a, b in ((4, 20), (20, 21), (33, 60), (100, 120)):
+    for a, b in spans:
         types[a:b] = 1
     starts = (types == 1) & (F.pad(types, (1, 0))[:-1] != 1)
     ids = torch.where(types == 1, starts.cumsum(0) - 1, -1)
@@ -109,18 +110,6 @@ def test_tables_without_spans() -> None:
     assert without_directions(table)[0].tolist() == [0, 2, 3, 4]
     with torch.inference_mode():
         assert torch.equal(without_directions(ringflash.span_documents(torch.tensor([-1, 0, 0, -1]))), causal)
-
-
-def test_prefix_lm_is_that_of_paligemma() -> None:
-    from transformers import masking_utils as hf
-
-    ids = torch.where(torch.arange(50) < 30, 0, -1)
-    index = torch.arange(50)
-    want = hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(ids[None]))(
-        torch.tensor(0), torch.tensor(0), index[:, None], index[None]
-    )
-    mask = SequenceMask(50, True, (-1, -1), *read_documents(ringflash.span_documents(ids)))
-    assert torch.equal(schedule.plan_own_keys(mask, "contiguous").dense(), want)
 
 
 def test_images_that_see_one_another() -> None:

@@ -16,6 +16,7 @@ from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels import api
 from ringflash_kernels.flash_calls import FlashCall, MergedBackward, calls, merged_forward
 from ringflash_kernels.mask import Mask, Region
+from tests.two_sided import kernel_masks
 from tests.two_sided.kernel_masks import one_by_one
 from tests.unit.test_mask import regions
 
@@ -53,6 +54,12 @@ def test_one_region(region: Region) -> None:
     assert torch.equal(covered(mask), mask.dense().int())
 
 
+@pytest.mark.parametrize("mask", kernel_masks.MASKS.values(), ids=kernel_masks.MASKS.keys())
+def test_two_sided_masks(mask: Mask) -> None:
+    """Regions, whose results are merged."""
+    assert torch.equal(covered(mask), mask.dense().int())
+
+
 @given(
     st.integers(1, 4), st.sampled_from(["zigzag", "contiguous"]), st.booleans(),
     st.tuples(*2 * [st.sampled_from([-1, 0, 1, 3, 7])]), st.lists(st.integers(1, 63), max_size=12),
@@ -72,14 +79,11 @@ def test_every_block_of_keys(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_share_a_call(causal: bool) -> None:
-    """A thousand documents are one variable-length call, not a thousand."""
-    assert len(calls(Mask.documents(range(0, 3001, 3), causal=causal))) == 1
-
-
-def test_a_causal_block_is_one_call() -> None:
-    for block in one_by_one(SequenceMask(64), 4, 1, "zigzag"):
-        assert len(calls(block.mask)) == 1
+def test_few_calls(causal: bool) -> None:
+    """A thousand documents are one variable-length call, not a thousand; a block of keys of a causal mask is one."""
+    blocks = one_by_one(SequenceMask(64), 4, 1, "zigzag") if causal else ()
+    for mask in (Mask.documents(range(0, 3001, 3), causal=causal), *(block.mask for block in blocks)):
+        assert len(calls(mask)) == 1
 
 
 def test_a_batch_has_no_packed_call() -> None:

@@ -137,7 +137,9 @@ def test_long_configs_are_compared_by_checksum() -> None:
 
 
 def test_options_with_a_config_are_refused(tmp_path: Path) -> None:
-    """Lightning makes a config of them if there is none; a command line gives their defaults."""
+    """Lightning makes a config of them if there is none, or adds its keys; a command line gives their defaults."""
+    config = {"zero_optimization": {"stage": 1}}
+    assert DeepSpeedContextParallelStrategy(config=config).config is not config, "the caller's must stay as it is"
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 1}}')
     assert DeepSpeedContextParallelStrategy(config=str(path), stage=2, loss_scale=64.0).zero_stage_3 is False
@@ -173,24 +175,12 @@ def test_a_checkpoint_of_other_ranks(
     assert error is None if told is None else re.search(told, str(error))
 
 
-def test_strategy_does_not_change_the_callers_config() -> None:
-    """Lightning adds its keys to the dictionary it is given."""
-    config = {"zero_optimization": {"stage": 1}}
-    assert DeepSpeedContextParallelStrategy(config=config).config is not config
-
-
-def test_another_device_than_deepspeeds_is_refused() -> None:
+def test_other_devices_models_and_times_are_refused() -> None:
+    """A sharded model's parameters all look like vectors, and decay would pass them by."""
     with pytest.raises(ValueError, match="must be the trainer's .tpu., got .*; set DS_ACCELERATOR=tpu before"):
         _check_device("tpu")
-
-
-def test_mesh_before_processes_joined_is_refused() -> None:
     with pytest.raises(RuntimeError, match="device_mesh must be read after the processes have joined"):
         _ = DeepSpeedContextParallelStrategy(stage=1).device_mesh
-
-
-def test_a_model_that_is_sharded_already_is_refused() -> None:
-    """All its parameters look like vectors, and decay would pass them by."""
     model = torch.nn.Linear(2, 2)
     model.weight.ds_id = 0  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"model must be whole before stage 3 trains it.*call fit\(\) first"):

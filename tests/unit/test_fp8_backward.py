@@ -166,15 +166,6 @@ def test_refusals(products, head_dim, deterministic, error, message):
         )  # fmt: skip
 
 
-def test_other_heads_than_it_began_with_are_refused():
-    q, k = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 128, 1, 64)
-    run = Fp8ReferenceBackward(q, q, q, torch.zeros(1, 4, 128), num_kv_heads=2, softmax_scale=1.0)
-    with pytest.raises(ValueError, match="must have the 2 heads with which the backward began, got 1; begin another"):
-        run.add(k, k, Mask.full(128, 128), k, k)
-    with pytest.raises(ValueError, match="num_kv_heads must be given with impl 'reference_fp8', got None"):
-        begin_backward(q, q, q, torch.zeros(1, 4, 128), impl="reference_fp8")
-
-
 def _call(impl: str, **options) -> tuple[torch.Tensor, ...]:
     q, k, v, dout = _tensors("normal", 128, 64)
     row_max = torch.empty(1, 2, 128) if needs_row_max(impl) else None
@@ -188,7 +179,13 @@ def test_the_products_are_chosen_by_name():
     assert not torch.equal(bf16[0], scores[0]) and not torch.equal(scores[1], fp8[1])
 
 
-def test_row_maxima_must_be_used_and_fit():
+def test_row_maxima_and_heads_must_be_used_and_fit():
+    q, k = torch.zeros(1, 128, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 128, 1, 64)
+    run = Fp8ReferenceBackward(q, q, q, torch.zeros(1, 4, 128), num_kv_heads=2, softmax_scale=1.0)
+    with pytest.raises(ValueError, match="must have the 2 heads with which the backward began, got 1; begin another"):
+        run.add(k, k, Mask.full(128, 128), k, k)
+    with pytest.raises(ValueError, match="num_kv_heads must be given with impl 'reference_fp8', got None"):
+        begin_backward(q, q, q, torch.zeros(1, 4, 128), impl="reference_fp8")
     with pytest.raises(ValueError, match="row_max must be left out with impl='reference', got one; use"):
         _call("reference", row_max=torch.zeros(1, 2, 128))
     with pytest.raises(ValueError, match="row_max must be .*, got .*; make it with torch.empty_like"):

@@ -127,12 +127,6 @@ def rows_of(found: KeyBlock) -> list[tuple[tuple[int, int], int]]:
     return [((segment.owner, segment.start), segment.row) for segment in found.segments]
 
 
-def test_causal_zigzag_gathers_no_later_chunk() -> None:
-    ranks = of_all((SequenceMask(64), 4, "zigzag"))
-    assert [found.num_rows // 8 for found in ranks] == [8, 7, 6, 5]
-    assert [len(readers) for readers in ranks[0].readers] == [4, 1]
-
-
 def test_a_window_gathers_what_it_sees() -> None:
     """A rank gathers the window of the chunk before its own, to a 64th of a chunk, and few rows more."""
     ranks = of_all((SequenceMask(1 << 16, window_size=(300, 0)), 4, "zigzag"))
@@ -147,11 +141,6 @@ def test_a_window_gathers_what_it_sees() -> None:
 def test_transfers_of_two_ranks_pair_up(problem: Problem, buffered: bool) -> None:
     """One rank sends to another in the order in which that one receives, from the rows that the other would pull."""
     pair_up(of_all(problem), buffered)
-
-
-def nearest_first(rank: int, owners: list[int]) -> None:
-    """Assert that each rank begins with another owner: all with the same one would share what that one can send."""
-    assert owners == sorted(owners, key=lambda owner: (owner < rank, owner))
 
 
 def messages(rank: int, k: torch.Tensor) -> NcclGather:
@@ -169,7 +158,8 @@ def pair_up(ranks: list[KeyBlock], buffered: bool) -> None:
         pulls = transfers.key_pulls(found, rank, buffered=buffered, own_in_place=True)
         returned = transfers.gradient_pulls(found, rank, 2)
         for way, listed in ((keys, pulls), (grads, returned)):
-            nearest_first(rank, [pull.peer for pull in listed])
+            owners = [pull.peer for pull in listed]  # each rank begins with another one, who else would send to all
+            assert owners == sorted(owners, key=lambda owner: (owner < rank, owner))
             for pull in listed:
                 way[pull.peer, rank].append((pull.peer_row, pull.num_rows))
         rows = [row for pull in pulls for row in range(pull.row, pull.row + pull.num_rows)]

@@ -102,20 +102,12 @@ def test_chunks_equal_dense(packed: bool) -> None:
     assert_alike(ring, got, dense, want)
 
 
-TRAINABLE = {
-    "q alone": ("q_proj",),
-    "k alone": ("k_proj",),
-    "q and v": ("q_proj", "v_proj"),
-    "last layer": ("layers.1",),
-}
-
-
-@pytest.mark.parametrize("parts", TRAINABLE.values(), ids=TRAINABLE)
-def test_partly_frozen_model_has_dense_gradients(parts: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "q_proj or v_proj", "layers.1"])
+def test_partly_frozen_model_has_dense_gradients(trained: str) -> None:
     ring, dense, ids = build("qwen3"), build("qwen3", "sdpa"), tokens()
     for model, batch in ((ring, huggingface.prepare_batch(ids, group=None)), (dense, {"input_ids": ids})):
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(any(part in name for part in parts))
+            parameter.requires_grad_(any(part in name for part in trained.split(" or ")))
         model(**batch).logits.square().sum().backward()
     assert any(p.requires_grad for p in ring.parameters())
     for p, q in zip(ring.parameters(), dense.parameters(), strict=True):

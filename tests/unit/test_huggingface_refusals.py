@@ -420,7 +420,9 @@ def test_refuses_a_cache_with_content() -> None:
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])  # "cache" from transformers 5.24 on
 def test_refuses_a_cache_handed_to_attention(name: str) -> None:
+    """But not keywords of the loss: Gemma 4 hands labels on, GOT-OCR2 logits_to_keep, called with them or not."""
     x = torch.zeros(1, 4, LENGTH, 8)
+    assert find_static_error(nn.Module(), x, x, 0.0, None, True, {"labels": x, "logits_to_keep": 0}) is None
     error = find_static_error(nn.Module(), x, x, 0.0, None, True, {name: object()})
     assert isinstance(error, NotImplementedError)
     assert f"{name} must not be given" in str(error) and "use_cache=False" in str(error)
@@ -442,28 +444,18 @@ def test_masks_of_spans_are_read() -> None:
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
 
 
-def test_keywords_of_the_loss_may_reach_attention() -> None:
-    """Gemma 4 hands labels on, GOT-OCR2 logits_to_keep, whether or not it was called with them."""
-    x = torch.zeros(1, 4, LENGTH, 8)
-    assert find_static_error(nn.Module(), x, x, 0.0, None, True, {"labels": x, "logits_to_keep": 0}) is None
-
-
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_angles_by_length_need_a_rotary_layer(rope_type: str, nested: bool) -> None:
-    """Such a layer can be told the length of the whole sequence."""
+    """Such a layer can be told the length of the whole sequence; other angles need none."""
     parameters: dict = {"rope_type": rope_type, "rope_theta": 1e4}
     base = nn.Module()
+    for other in (None, {}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default"}):
+        base.config = SimpleNamespace(rope_parameters=other)
+        check_rope(base)
     base.config = SimpleNamespace(rope_parameters={"full_attention": parameters} if nested else parameters)
     with pytest.raises(NotImplementedError, match=f"rope_type must be one .* got '{rope_type}' and no rotary layer"):
         check_rope(base)
     base.rotary = nn.Module()
     base.rotary.rope_type = {"full_attention": rope_type} if nested else rope_type
-    check_rope(base)
-
-
-@pytest.mark.parametrize("parameters", [None, {}, {"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default"}])
-def test_other_angles_are_not(parameters: dict | None) -> None:
-    base = nn.Module()
-    base.config = SimpleNamespace(rope_parameters=parameters)
     check_rope(base)

@@ -60,22 +60,18 @@ def precisions(dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 def test_bf16_within_what_torch_loses() -> None:
     low, baseline, exact = precisions(torch.bfloat16)
-    ours = results(cross_entropy(*low, group=None, chunk_tokens=5), *low[:2])
-    assert ours["loss"].dtype == torch.float32
-    assert_close(ours, *(results(plain(*x), *x[:2]) for x in (exact, baseline)))
-
-
-def test_log_probs_in_bf16_within_what_torch_loses() -> None:
-    low, baseline, exact = precisions(torch.bfloat16)
-    ours = with_gradients(token_log_probs(*low, chunk_tokens=5), "both", *low[:2])
-    assert ours["log_probs"].dtype == torch.float32
-    assert_close(ours, *(with_gradients(plain_log_probs(*x), "both", *x[:2]) for x in (exact, baseline)))
+    loss = results(cross_entropy(*low, group=None, chunk_tokens=5), *low[:2])
+    values = with_gradients(token_log_probs(*low, chunk_tokens=5), "both", *low[:2])
+    assert loss["loss"].dtype == values["log_probs"].dtype == torch.float32
+    assert_close(loss, *(results(plain(*x), *x[:2]) for x in (exact, baseline)))
+    assert_close(values, *(with_gradients(plain_log_probs(*x), "both", *x[:2]) for x in (exact, baseline)))
 
 
 def test_fp16_gradients_are_scaled_before_rounding() -> None:
     """The probabilities divided by the count are below what fp16 holds; times 65536 they are not."""
     low, baseline, exact = precisions(torch.float16)
     factor = 65536 * 17 / 2**20  # labelled tokens here, and in the whole sequence
+    assert int(count_tokens(low[2], None)) == 17
     ours = results(65536 * cross_entropy(*low, group=None, num_tokens=2**20), *low[:2])
     assert_close(
         ours, results(factor * plain(*exact), *exact[:2]), results(factor * plain(*baseline).float(), *baseline[:2])
@@ -89,13 +85,6 @@ def test_weight_gradient_is_summed_in_fp32() -> None:
     losses = (cross_entropy(hidden, weight, labels, group=None, chunk_tokens=n) for n in (1, 1024))
     one, other = (torch.autograd.grad(loss, weight)[0] for loss in losses)
     assert (one - other).abs().max() <= torch.finfo(torch.bfloat16).eps * other.abs().max()
-
-
-def test_divides_by_the_given_count() -> None:
-    hidden, weight, labels = draw()
-    ours = cross_entropy(hidden, weight, labels, group=None, num_tokens=34)
-    assert_close({"loss": ours.detach()[None, None]}, {"loss": plain(hidden, weight, labels).detach()[None, None] / 2})
-    assert int(count_tokens(labels, None)) == 17
 
 
 @pytest.mark.parametrize("num_tokens", [None, 0])
@@ -209,21 +198,34 @@ def test_never_holds_more_logits_than_a_chunk(chunks: int) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda h, w, y: (h, w[:, :4], y), r"weight must be \(vocab_size, 8\), got \(37, 4\); pass"),
-        (lambda h, w, y: (h, w, y[:, :4]), r"labels must have the shape of hidden .*\(2, 11\), got \(2, 4\); shard"),
+        ({"weight": torch.ones(VOCAB, 4)}, r"weight must be \(vocab_size, 8\), got \(37, 4\); pass"),
+        ({"labels": torch.ones(2, 4)}, r"labels must have the shape of hidden .*\(2, 11\), got \(2, 4\); shard"),
+        # -1, which is no limit elsewhere, would leave out every token: a loss of 0, and no gradients
+        *(({"chunk_tokens": x}, f"chunk_tokens must be 1 or more, got {x}; leave it out") for x in (0, -1)),
+        *(
+            ({"num_tokens": x}, f"num_tokens must be {message}")
+            for x, message in (
+                (-1, "0 or more, got -1; leave it out"),
+                (torch.tensor(-1), "0 or more, got -1; leave it out"),
+                (17.0, "an integer or a tensor of one, got 17.0; leave it out"),
+                (float("nan"), "an .*, got nan"),
+                (torch.tensor(17.0), r"an .*, got torch.float32 of shape \(\)"),
+                (True, "an .*, got True"),
+                (torch.tensor(True), "an .*, got torch.bool"),
+                (torch.tensor([8, 9]), r"an .*, got torch.int64 of shape \(2,\)"),
+                ("17", "an .*, got '17'"),
+            )
+        ),
     ],
+    ids=str,
 )
-def test_refusals(change: Any, message: str) -> None:
+def test_refusals(change: dict[str, Any], message: str) -> None:
+    hidden, weight, labels = draw()
     with pytest.raises(ValueError, match=message):
-        cross_entropy(*change(*draw()), group=None)
-
-
-@pytest.mark.parametrize("chunk", [0, -1])
-@pytest.mark.parametrize("call", [partial(cross_entropy, group=None), score_tokens])
-def test_a_chunk_without_tokens_is_refused(call: Any, chunk: int) -> None:
-    """-1, which is no limit elsewhere, would leave out every token: a loss of 0, and no gradients."""
-    with pytest.raises(ValueError, match=f"chunk_tokens must be 1 or more, got {chunk}; leave it out"):
-        call(*draw(), chunk_tokens=chunk)
+        cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, "group": None} | change)
+    if "chunk_tokens" in change:
+        with pytest.raises(ValueError, match=message):
+            score_tokens(hidden, weight, labels, **change)
 
 
 @pytest.mark.parametrize("call", [partial(cross_entropy, group=None), token_log_probs])
@@ -235,25 +237,6 @@ def test_a_logit_scale_to_learn_is_refused(call: Any) -> None:
     with torch.no_grad():
         got, want = (call(*draw(), logit_scale=factor) for factor in (scale, 2.0))
     torch.testing.assert_close(got, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "num_tokens, message",
-    [
-        (-1, "num_tokens must be 0 or more, got -1; leave it out"),
-        (torch.tensor(-1), "num_tokens must be 0 or more, got -1; leave it out"),
-        (17.0, "num_tokens must be an integer or a tensor of one, got 17.0; leave it out"),
-        (float("nan"), "got nan"),
-        (torch.tensor(17.0), r"got torch.float32 of shape \(\)"),
-        (True, "got True"),
-        (torch.tensor(True), "got torch.bool"),
-        (torch.tensor([8, 9]), r"got torch.int64 of shape \(2,\)"),
-        ("17", "got '17'"),
-    ],
-)
-def test_number_of_tokens_must_be_a_count(num_tokens: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cross_entropy(*draw(), group=None, num_tokens=num_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [34, np.int64(34), torch.tensor(34), torch.tensor([34], dtype=torch.int32)])

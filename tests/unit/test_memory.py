@@ -64,7 +64,6 @@ def batch() -> dict[str, Any]:
 
 
 def step(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Loss and every gradient."""
     loss = model(**batch())
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
@@ -197,8 +196,12 @@ def test_last_product_is_left_out_if_unneeded(change: str, products: int) -> Non
     assert all(seen)
 
 
-def test_parametrized_experts_are_refused_in_tiles() -> None:
-    """LoRA on experts makes them: the backward of a tile would run without it."""
+def test_tiles_refuse_sharded_or_parametrized_layers() -> None:
+    """ZeRO-3; and LoRA on experts: the backward of a tile would run without it."""
+    model = model_with(Memory(mlp_tile_tokens=8))
+    next(model.get_submodule("model.model.layers.0.mlp").parameters()).ds_id = 0
+    with pytest.raises(NotImplementedError, match="mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3"):
+        model(**batch())
     model = model_with(Memory(mlp_tile_tokens=8), "qwen3_moe")
     experts = model.get_submodule("model.model.layers.0.mlp.experts")
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
@@ -211,7 +214,6 @@ def test_parametrized_experts_are_refused_in_tiles() -> None:
     [("none", True, 1), ("attention_kept", True, 1), ("full", True, 2), ("full", False, 1)],
 )
 def test_attention_is_computed_again_only_when_asked(checkpointing: Any, training: bool, times: int) -> None:
-    """An evaluation is not checkpointed."""
     model = model_with(Memory(checkpointing)).train(training)
     with mock.patch.object(reference, "forward", wraps=reference.forward) as kernel:
         step(model)
@@ -393,13 +395,6 @@ def test_options_that_do_not_fit_are_refused() -> None:
         save_memory(nn.Linear(2, 2), Memory(mlp_tile_tokens=8))
     with pytest.raises(NotImplementedError, match="GradientCheckpointingLayer, got none in Linear"):
         save_memory(nn.Linear(2, 2), Memory("full"))
-
-
-def test_tiles_are_refused_under_zero3() -> None:
-    model = model_with(Memory(mlp_tile_tokens=8))
-    next(model.get_submodule("model.model.layers.0.mlp").parameters()).ds_id = 0
-    with pytest.raises(NotImplementedError, match="mlp_tile_tokens must be 0 under DeepSpeed's ZeRO-3"):
-        model(**batch())
 
 
 def test_liger_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,15 +30,6 @@ def merged(a: State, b: State) -> dict[str, torch.Tensor]:
     return {"out": acc, "lse": lse}
 
 
-def named(state: State) -> dict[str, torch.Tensor]:
-    return dict(zip(("out", "lse"), state, strict=True))
-
-
-def test_parts_make_the_whole() -> None:
-    whole = attend(slice(0, 12))
-    assert_close(merged(attend(slice(0, 5)), attend(slice(5, 12))), named(whole))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_empty_is_neutral_to_the_bit(dtype: torch.dtype) -> None:
     a = attend(slice(0, 12), dtype)
@@ -47,7 +38,7 @@ def test_empty_is_neutral_to_the_bit(dtype: torch.dtype) -> None:
 
 
 def test_rows_are_merged_each_by_itself() -> None:
-    """Rows empty on the left, on the right and on both sides, among full ones."""
+    """Rows empty on the left, on the right and on both sides, among full ones, which are those of all keys."""
     a, b = attend(slice(0, 5)), attend(slice(5, 12))
     for state, rows in ((a, [0, 2]), (b, [1, 2])):
         state[0][:, rows] = 0
@@ -55,8 +46,9 @@ def test_rows_are_merged_each_by_itself() -> None:
     result = merged(a, b)
     assert torch.equal(result["out"][:, 0], b[0][:, 0]) and torch.equal(result["out"][:, 1], a[0][:, 1])
     assert not result["out"][:, 2].any() and bool(torch.isneginf(result["lse"][..., 2]).all())
-    whole = attend(slice(0, 12))
-    assert_close({"out": result["out"][:, 3:]}, {"out": whole[0][:, 3:]})
+    out, lse = attend(slice(0, 12))
+    full = {"out": result["out"][:, 3:], "lse": result["lse"][..., 3:]}
+    assert_close(full, {"out": out[:, 3:], "lse": lse[..., 3:]})
 
 
 def test_far_apart_scores_do_not_overflow() -> None:

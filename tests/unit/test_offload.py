@@ -192,7 +192,6 @@ def test_an_input_that_is_changed_in_place_is_refused(cuda: StandIn) -> None:
 
 
 def test_what_is_not_on_a_gpu_stays() -> None:
-    """Without the stand-in."""
     x = torch.ones(3, requires_grad=True)
     with HostCopies().hooks():
         out = x.exp()

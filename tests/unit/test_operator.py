@@ -176,13 +176,6 @@ def test_a_profiler_sees_the_operators(with_gradients: bool) -> None:
     assert wanted <= {event.name for event in profiler.events()}
 
 
-@pytest.mark.parametrize("options", [{"causal": "no"}, {"deterministic": "no"}], ids=str)
-def test_an_option_of_another_type_is_refused(options: dict[str, Any]) -> None:
-    """The operator would refuse it, but eager calls pass by it: "no" was a causal mask."""
-    with pytest.raises(RuntimeError, match="Expected a value of type 'bool'"):
-        ringflash.ring_attention(*draw(), group=None, **options)
-
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch, enabled: bool) -> None:
     """In the backward also if it was switched on after the forward."""
@@ -198,7 +191,6 @@ def test_torchs_deterministic_mode_is_followed(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_integers_of_numpy_are_integers() -> None:
-    """In the backward too."""
     size = pytest.importorskip("numpy").int64(3)
     got, want = (gradients(draw(), window_size=(x, 0)) for x in (size, 3))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -258,14 +250,6 @@ def test_autocast_does_not_reach_implementations() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
-def test_lse_is_returned_only_on_request() -> None:
-    for dtype in (torch.float64, torch.float32):
-        inputs = [x.to(dtype) for x in draw()]
-        out, lse = ringflash.ring_attention(*inputs, group=None, return_lse=True)
-        assert torch.equal(out, ringflash.ring_attention(*inputs, group=None))
-        assert lse.shape == (1, 4, 16) and lse.dtype == dtype
-
-
 def test_no_gradient_is_made_for_an_unused_output() -> None:
     q, k, v = draw()
     with mock.patch.object(operators, "_backward", side_effect=operators._backward) as backward:
@@ -312,14 +296,6 @@ def test_explain_is_about_the_tensors_of_kernels(monkeypatch: pytest.MonkeyPatch
     assert given == [[1, 1, 1]] * 2
 
 
-def test_what_is_no_group_is_refused() -> None:
-    attention = ringflash.RingAttention(None)
-    with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str; a rank"):
-        ringflash.ring_attention(*draw(), group="world")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="group must be a ProcessGroup, a 1-D DeviceMesh or None, got str"):
-        attention.group = "cp"
-
-
 def test_a_group_of_an_earlier_world_is_refused() -> None:
     """Another group may have its name."""
     groups: list[Any] = []
@@ -361,17 +337,6 @@ def test_ranks_compare_the_kind_of_their_device() -> None:
 
 def test_module_shows_its_options() -> None:
     assert "cp_size=1, causal=True, window_size=(7, -1), layout='zigzag'" in repr(Layer().attention)
-
-
-@pytest.mark.parametrize("window_size", [(1,), 4096, (4.0, 0)])
-@pytest.mark.parametrize("kind", ["function", "module"])
-def test_a_window_of_another_form_is_refused(kind: str, window_size: Any) -> None:
-    """All ranks' refusals are in tests/helpers/refusals.py."""
-    shown = re.escape(str(window_size if isinstance(window_size, tuple) else (window_size,)))
-    with pytest.raises(ValueError, match=rf"window_size must be \(left, right\).*got {shown}; a window"):
-        if kind == "module":
-            ringflash.RingAttention(None, window_size=window_size)
-        ringflash.ring_attention(*draw(), group=None, window_size=window_size)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -433,14 +398,6 @@ def test_only_shapes() -> None:
     assert out.is_meta and out.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
 
 
-@pytest.mark.parametrize("shape", [(), (1, 16, 2, 0)])
-def test_a_q_without_head_dim_is_refused_as_any_other(shape: tuple[int, ...]) -> None:
-    """Not by a ZeroDivisionError on this rank only."""
-    x = torch.ones(shape)
-    with pytest.raises(ValueError, match=r"q must (be|not be)"):
-        ringflash.ring_attention(x, x, x, group=None)
-
-
 def test_bounds_made_in_inference_mode_are_read() -> None:
     """Lightning evaluates in it; such a tensor has no version by which a change of it could be seen."""
     with torch.inference_mode():
@@ -479,6 +436,36 @@ def test_mixed_requires_grad_is_fine_without_autograd() -> None:
         assert ringflash.ring_attention(q, k.detach(), v, group=None).shape == q.shape
 
 
-def test_agreement_policy() -> None:
-    with pytest.raises(ValueError, match="policy must be 'changed', 'always' or 'never', got 'sometimes'; the default"):
-        ringflash.set_agreement_check("sometimes")  # type: ignore[arg-type]
+def attention(*qkv: torch.Tensor, **options: Any) -> object:
+    return ringflash.ring_attention(*(qkv or draw()), **{"group": None} | options)
+
+
+BOOL, GROUP = "Expected a value of type 'bool'", "group must be a ProcessGroup, a 1-D DeviceMesh or None, got str"
+WINDOWS = {"(1,)": (1,), "(4096,)": 4096, "(4.0, 0)": (4.0, 0)}  # as shown: as given
+REFUSED: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
+    # The operator would refuse these two, but eager calls pass by it: "no" was a causal mask.
+    "causal": (RuntimeError, BOOL, partial(attention, causal="no")),
+    "deterministic": (RuntimeError, BOOL, partial(attention, deterministic="no")),
+    "group": (ValueError, f"{GROUP}; a rank", partial(attention, group="world")),
+    "group of a module": (ValueError, GROUP, lambda: setattr(ringflash.RingAttention(None), "group", "cp")),
+    "no dimensions": (ValueError, "q must be", partial(attention, *[torch.ones(())] * 3)),
+    "no head_dim": (ValueError, "q must not be empty", partial(attention, *[torch.ones(1, 16, 2, 0)] * 3)),
+    "policy": (
+        ValueError, "policy must be 'changed', 'always' or 'never', got 'sometimes'; the default",
+        partial(ringflash.set_agreement_check, "sometimes"),  # type: ignore[arg-type]
+    ),
+} | {
+    f"window {shown} of a {kind}": (
+        ValueError, rf"window_size must be \(left, right\).*got {re.escape(shown)}; a window",
+        partial(call, window_size=window),
+    )
+    for shown, window in WINDOWS.items()
+    for kind, call in (("call", attention), ("module", partial(ringflash.RingAttention, None)))
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("error, message, call", REFUSED.values(), ids=REFUSED)
+def test_refusals(error: type[Exception], message: str, call: Callable[[], object]) -> None:
+    """All ranks' refusals are in tests/helpers/refusals.py."""
+    with pytest.raises(error, match=message):
+        call()

@@ -168,27 +168,20 @@ def test_the_product_loads_safely() -> None:
     assert {names[x]: bad for x in files if (bad := unsafe(x.read_text(), names[x]))} == {}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle", "from pickle import loads", "from torch import load", "import cloudpickle as c",
-        "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=safe)",
-        "np.load(f, allow_pickle=True)", "yaml.load(f)", "yaml.load(f, Loader=yaml.Loader)", "yaml.unsafe_load(f)",
-        "dcp.load(state, checkpoint_id=d)", "torch.distributed.checkpoint.load(s)", "FileSystemReader(d)",
-        "dcp.FileSystemReader(d)",
-    ],
-)  # fmt: skip
-def test_the_scan_finds(source: str) -> None:
-    assert unsafe(source)
+UNSAFE = [
+    "import pickle", "from pickle import loads", "from torch import load", "import cloudpickle as c",
+    "torch.load(f)", "torch.load(f, weights_only=False)", "torch.load(f, weights_only=safe)",
+    "np.load(f, allow_pickle=True)", "yaml.load(f)", "yaml.load(f, Loader=yaml.Loader)", "yaml.unsafe_load(f)",
+    "dcp.load(state, checkpoint_id=d)", "torch.distributed.checkpoint.load(s)", "FileSystemReader(d)",
+    "dcp.FileSystemReader(d)",
+]  # fmt: skip
+SAFE = [
+    "torch.load(f, weights_only=True)", "np.load(f)", "yaml.safe_load(f)", "yaml.load(f, Loader=yaml.SafeLoader)",
+    "check_checkpoint(d); dcp.load(s, storage_reader=FileSystemReader(d))",
+    "dcp.load(s, storage_reader=HuggingFaceStorageReader(d))",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "torch.load(f, weights_only=True)", "np.load(f)", "yaml.safe_load(f)", "yaml.load(f, Loader=yaml.SafeLoader)",
-        "check_checkpoint(d); dcp.load(s, storage_reader=FileSystemReader(d))",
-        "dcp.load(s, storage_reader=HuggingFaceStorageReader(d))",
-    ],
-)  # fmt: skip
-def test_the_scan_lets_pass(source: str) -> None:
-    assert not unsafe(source)
+@pytest.mark.parametrize("source", [*UNSAFE, *SAFE])
+def test_the_scan_knows(source: str) -> None:
+    assert bool(unsafe(source)) == (source in UNSAFE)

@@ -42,12 +42,9 @@ def test_layers_are_refused_by_name(layer: nn.Module, pattern: str) -> None:
         ringflash.wrap_attention(nn.ModuleDict({"layers": nn.ModuleList([layer])}), None)
 
 
-def test_layout_must_be_that_of_ring_attention() -> None:
+def test_a_module_is_wrapped_once_with_its_layout() -> None:
     with pytest.raises(ValueError, match=r"layout must be that of ring \('zigzag'\), got 'contiguous'"):
         ringflash.wrap_attention(own.Bound(), None, layout="contiguous")
-
-
-def test_a_module_is_wrapped_once() -> None:
     model = ringflash.wrap_attention(own.build(own.Model), None)
     with pytest.raises(ValueError, match="Model must not be wrapped twice"):
         ringflash.wrap_attention(model, None)
