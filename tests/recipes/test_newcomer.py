@@ -20,17 +20,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from ringflash.commands import verify
 from ringflash.commands.cli import main
 from tests.helpers.examples import example
+from tests.helpers.models import TINY
 from tests.helpers.ranks import forked
 from tests.recipes.launching import ROOT, run_ranks
 
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 KEPT = "ringflash kernels benchmarks recipes launch .ci pyproject.toml README.md LICENSE Makefile".split()
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
-    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64,
-    "max_position_embeddings": 4096,
-}  # fmt: skip
+MODEL = TINY | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 4096}
 
 
 class Newcomer:

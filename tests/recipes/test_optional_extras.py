@@ -24,18 +24,14 @@ def test_module_without_its_package_names_the_extra(package: str, module: str, m
         importlib.import_module(f"ringflash.{module}")
 
 
-def test_accelerate_backend_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_backend_and_fp8_name_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     import ringflash.accelerate
-
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(RuntimeError, match=r"must be installed, got .*pip install 'ringflash\[accelerate\]'"):
-        ringflash.accelerate.register()
-
-
-def test_linear_layers_in_fp8_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from ringflash.lightning.float8 import multiply_in_float8
 
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in ("accelerate", "torchao"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RuntimeError, match=r"must be installed, got .*pip install 'ringflash\[accelerate\]'"):
+        ringflash.accelerate.register()
     with pytest.raises(RuntimeError, match=r"torchao must be installed .* pip install 'ringflash\[float8\]'"):
         multiply_in_float8(torch.nn.Linear(16, 16), "tensorwise", "cpu")
 
@@ -102,22 +98,20 @@ def test_pip_keeps_the_installed_torch(torch_version: str, triton_version: str, 
     assert not {"torch", "triton"} & added.keys()
 
 
-def test_other_strategies_are_refused() -> None:
-    """A module that cannot find its ring says which strategy to pass."""
+def test_other_strategies_and_modules_are_refused() -> None:
+    """Before the training; a module that cannot find its ring says which strategy to pass."""
+    import lightning
+
+    from recipes.lightning.progress import Progress
+    from ringflash.lightning import ContextParallelStrategy
     from ringflash.lightning.strategy import strategy_of
 
     with pytest.raises(ValueError, match="strategy must be a ContextParallelStrategy, got str; pass Trainer"):
         strategy_of(SimpleNamespace(strategy="ddp"))
-
-
-def test_progress_of_another_module_is_refused() -> None:
-    """Before the training, and by what it needs."""
-    import lightning
-
-    from recipes.lightning.progress import Progress
-
     with pytest.raises(ValueError, match="Progress must have a CausalLM and a SequenceData, got LightningModule and"):
         Progress().setup(SimpleNamespace(datamodule=None), lightning.LightningModule(), "fit")
+    with pytest.raises(RuntimeError, match="shard_mesh must be read after the processes have joined"):
+        _ = ContextParallelStrategy().shard_mesh
 
 
 def test_parameters_in_fp16_are_refused() -> None:
@@ -130,10 +124,3 @@ def test_parameters_in_fp16_are_refused() -> None:
         module.configure_optimizers()
     module.model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)  # type: ignore[assignment]
     assert module.configure_optimizers()["optimizer"].param_groups[0]["params"]
-
-
-def test_mesh_before_processes_joined_is_refused() -> None:
-    from ringflash.lightning import ContextParallelStrategy
-
-    with pytest.raises(RuntimeError, match="shard_mesh must be read after the processes have joined"):
-        _ = ContextParallelStrategy().shard_mesh

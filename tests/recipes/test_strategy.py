@@ -27,14 +27,14 @@ from ringflash import huggingface
 from ringflash.data.order import SampleOrder
 from ringflash.lightning import CausalLM, ContextParallelStrategy
 from ringflash.memory import Memory
+from tests.helpers.models import TINY
 from tests.helpers.pool import Context, on_ranks
 from tests.helpers.quiet_trainer import Losses, quiet_trainer
 from tests.helpers.recipe_model import build_model
 from tests.recipes.launching import Run, error_of
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+CONFIG = TINY | {
+    "model_type": "llama", "vocab_size": 257, "max_position_embeddings": 4096, "tie_word_embeddings": False,
 }  # fmt: skip
 SEQLEN, DP_SIZE, CP_SIZE, STEPS, NUM_EVAL = 48, 2, 2, 2, 4
 SAVING = Memory("attention_kept", offload_checkpoints=True, mlp_tile_tokens=7)

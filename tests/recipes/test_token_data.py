@@ -169,7 +169,6 @@ def test_wrong_data(ctx: Context, run: Run) -> None:
 
 @on_ranks(2, 1)
 def test_another_split(ctx: Context, run: Run) -> None:
-    """A checkpoint of another split is refused."""
     with pytest.raises(ValueError, match="must be that of the checkpoint"):
         data = token_data(run.folder, held_out_percent=30.0)
         fit(data, run.folder, ctx.size, checkpoint=run.checkpoint, steps=2 * STEPS)

@@ -1,4 +1,7 @@
-"""Documents packed into sequences and read in chunks, against plain lists and `prepare_batch`. One process, CPU."""
+"""Documents packed into sequences and read in chunks, against plain lists. One process, CPU.
+
+test_token_data.py compares batches with those of `prepare_batch`.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +20,6 @@ from ringflash import loss
 from ringflash.data import SampleOrder, TokenFiles, TokenSequences
 from ringflash.data.order import mix_lengths, shuffled
 from ringflash.data.sequences import split
-from ringflash.huggingface import prepare_batch
 from ringflash.sequence.layout import chunks, local_positions
 from ringflash.sequence.padding import IGNORE_INDEX
 from tests.helpers.tokens import whole_sequence, write_tokens
@@ -71,48 +73,6 @@ def test_shards_of_all_ranks_are_the_whole_sequence(
             for part in parts:
                 assert torch.equal(part["cu_seqlens"], bounds) and part["cu_seqlens"].dtype == torch.int32
                 assert part["num_items_in_batch"] == max(1, int((labels != IGNORE_INDEX).sum()))
-
-
-@SHARED
-@given(DOCUMENTS, UNITS, LAYOUTS)
-def test_batch_is_that_of_the_whole_sequence(documents: list[list[int]], unit: int, layout: str) -> None:
-    """One process: all that `prepare_batch` returns for the tokens, bounds and labels, and of the same dtypes."""
-    with token_files(documents) as files:
-        sequences = TokenSequences(files, torch.arange(len(documents)), 2 * unit, layout=layout)
-        for index in range(len(sequences)):
-            whole, bounds, num_tokens = whole_sequence(documents, 2 * unit, index)
-            labels = loss.shift_labels(whole, bounds)
-            labels[:, num_tokens:] = IGNORE_INDEX
-            want = prepare_batch(whole, group=None, cu_seqlens=bounds, labels=labels, layout=layout)
-            got = sequences[index]
-            assert got.keys() == want.keys()
-            for name in want:
-                same = got[name] is want[name] if name == "use_cache" else torch.equal(got[name], want[name])
-                assert same and (name == "use_cache" or got[name].dtype == want[name].dtype), name
-
-
-@SHARED
-@given(DOCUMENTS, UNITS, CP_SIZES, LAYOUTS, st.integers(1, 3), st.integers(0, 99))
-def test_every_token_is_seen_once_in_an_epoch(
-    documents: list[list[int]], unit: int, cp_size: int, layout: str, dp_size: int, seed: int
-) -> None:
-    """Over all data ranks and the ranks of their rings; tokens name their document and their place in it."""
-    documents = [[100 * i + j for j in range(len(document))] for i, document in enumerate(documents)]
-    with tempfile.TemporaryDirectory() as folder:
-        files = write_tokens(Path(folder), documents, 3, vocab_size=100 * len(documents))
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed))
-        rings = sequences_of(files, order, unit, cp_size, layout)
-        seen = []
-        for sample in range(len(rings[0])):
-            chosen = SampleOrder(
-                len(rings[0]), seed=seed, dp_rank=sample % dp_size, dp_size=dp_size, first=sample // dp_size * dp_size
-            )
-            index = next(iter(chosen))
-            _, num_tokens = rings[0].bounds(index)
-            for ring in rings:
-                real = ring[index]["position_ids"] < num_tokens
-                seen += ring[index]["input_ids"][real].tolist()
-        assert sorted(seen) == [token for document in documents for token in document]
 
 
 def test_every_epoch_has_another_order() -> None:

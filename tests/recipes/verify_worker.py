@@ -20,11 +20,9 @@ from ringflash.commands import verify as command
 from ringflash.commands.cli import main
 from ringflash.lightning import CausalLM
 from ringflash.lightning.strategy import strategy_of
+from tests.helpers.models import TINY
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+CONFIG = {"model_type": "llama", **TINY, "tie_word_embeddings": False}
 DOCUMENTS = ["--cu_seqlens", "[0,19,48]"]
 FACTORIES = {"summed_evaluation": DOCUMENTS, "own": [], "misplaced": []}
 
