@@ -218,7 +218,6 @@ def test_memory_of_a_destroyed_group_is_freed(ctx: Context) -> None:
 def test_sections(
     rows: int, num_kv_heads: int, num_heads: int, forward: tuple[int, ...], backward: tuple[int, ...]
 ) -> None:
-    """On 4 ranks."""
     found = _sections_of(sizes_of((1, rows, num_kv_heads, 128), num_heads, 4 * rows))
     assert found == (forward, backward)
 

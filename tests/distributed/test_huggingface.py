@@ -151,8 +151,7 @@ def count_attention(model: huggingface.CausalLMWithLoss, batch: dict[str, Any]) 
 
 FAULTS = {
     "local positions": "position_ids must be", "padding on one rank": "all ones, got others",
-    "numbers of documents on one rank": "all ones, got others",
-    "4-D mask on one rank": "attention_mask must be None", "cache on one rank": "use_cache must not",
+    "numbers of documents on one rank": "all ones, got others", "cache on one rank": "use_cache must not",
     "another sequence on one rank": "given to prepare_batch must be the same on all ranks",
     "other labels on one rank": "given to prepare_batch must be the same on all ranks",
 }  # fmt: skip
@@ -175,8 +174,6 @@ def test_refusals_raise_on_every_rank(ctx: Context, fault: str) -> None:
         batch["attention_mask"] = torch.arange(length)[None] < 3
     if fault == "numbers of documents on one rank" and last:
         batch["attention_mask"] = torch.arange(length)[None] // 3 + 1
-    if fault == "4-D mask on one rank" and last:
-        batch["attention_mask"] = torch.zeros(1, 1, length, length)
     if fault == "cache on one rank" and last:
         batch["use_cache"] = True
     with pytest.raises((ValueError, NotImplementedError), match=FAULTS[fault]):

@@ -242,11 +242,7 @@ EDITS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
     ),
     "prune": ("llama", lambda m: l1_unstructured(m.lm_head, "weight", 0.5), "Linear with a forward hook, torch.nn"),
     "head_forward": ("llama", lambda m: setattr(m.lm_head, "forward", _halve), "Linear with a forward of its own"),
-    "hook": (
-        "llama",
-        lambda m: m.register_forward_hook(_halve),
-        "LlamaForCausalLM must have no forward or",
-    ),
+    "hook": ("llama", lambda m: m.register_forward_hook(_halve), "LlamaForCausalLM must have no forward or"),
     "hook_backward": ("llama", lambda m: m.register_full_backward_hook(_halve), "got a backward hook, tests.distri"),
     "forward": ("llama", lambda m: setattr(m, "forward", _halve), "got a forward that was set on the object: only"),
     "loss": ("llama", lambda m: setattr(m, "loss_function", _halve), "loss_function must be transformers' own for"),
@@ -298,12 +294,6 @@ def test_attention_off_the_ring_is_refused(ctx: Context, how: str, found: str) -
             wrapped(**{name: batch[name] for name in ("input_ids", "position_ids", "use_cache")})
 
 
-def _step_alone(model: Any, batch: dict[str, Any]) -> None:
-    """Train on the gradient of this rank's shard."""
-    model(**batch).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
 @pytest.mark.parametrize(
     "spoil, found",
     [
@@ -319,7 +309,8 @@ def test_another_model_on_a_rank_is_refused(ctx: Context, spoil: str, found: str
     for model in (deepcopy(ring), ring):
         weight = model.model.lm_head.weight if spoil == "head" else model.model.model.layers[1].mlp.up_proj.weight
         if spoil == "averages":
-            _step_alone(model, batch)
+            model(**batch).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()  # on the gradient of this rank's shard
         elif ctx.rank:
             weight.data.mul_(1.01)
         call = model if spoil == "seeds" or model is ring else partial(model.model, labels=batch["shift_labels"])

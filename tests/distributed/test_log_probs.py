@@ -215,9 +215,3 @@ def test_refusals_are_raised_on_every_rank(ctx: Context, changes: dict[str, Any]
     arguments = {"input_ids": tokens(2), "attention_mask": padding()} | (changes if ctx.rank == 1 else {})
     with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
         ringflash.log_probs(ring_model(ctx.group), group=ctx.group, **arguments)
-
-
-def test_one_process_needs_no_group() -> None:
-    input_ids = tokens(1)
-    got = ringflash.log_probs(ring_model(None), input_ids, group=None, temperature=TEMPERATURE)
-    torch.testing.assert_close(got, plain(models.build("llama", "sdpa"), input_ids, "one")[0], rtol=0, atol=1e-12)

@@ -241,7 +241,6 @@ def test_a_compiled_recurrence_equals_the_eager_one(ctx: Context) -> None:
 
 
 def test_steps_of_a_scan_are_computed_in_fp32() -> None:
-    """Inputs in bf16."""
     seen: list[Tensor] = []
 
     def scan(x: Tensor, dt: Tensor, *rest: Tensor, **options: Any) -> tuple[Tensor, None]:

@@ -221,9 +221,6 @@ def test_buffers_that_follow_the_shard(ctx: Context, kind: str) -> None:
             run = partial(model, *own.shard(ctx))
         else:
             pytest.importorskip("transformers")
-            from ringflash import huggingface
-            from tests.helpers import models
-
             model = models.build(impl="sdpa").train()
             layer = count_tokens(model.model.layers[0].mlp, group, in_place=True)
             model.set_attn_implementation("ringflash")
