@@ -341,11 +341,6 @@ def full(shape, value, dtype, layout=None) -> Tensor:
     return Tensor(np.full([integer(n) for n in shape], as_numpy(value)).astype(numpy_dtype(dtype)), dtype)
 
 
-def assume(condition) -> None:
-    if not truth(condition):
-        raise EmulationError("gl.assume of something untrue")
-
-
 def static_assert(condition, message="") -> None:
     assert condition, message
 
@@ -368,26 +363,6 @@ def num_programs(axis=0) -> Tensor:
     return Tensor(current_partition().block.grid[integer(axis)], real_gl.int32)
 
 
-def _static_range(*bounds):
-    return range(*(integer(bound) for bound in bounds))
-
-
-def _no_effect(*args, **kwargs) -> None:
-    return None
-
-
-def _first(x, *args, **kwargs):
-    return x
-
-
-def _clamp(x, low, high, propagate_nan=None):
-    return minimum(maximum(x, low), high)
-
-
-def make_tensor_descriptor(base: Pointer, shape, strides, block_shape, layout=None):
-    raise NotImplementedError("device-made descriptors are not emulated; make them on the host")
-
-
 class Language:
     """The `gl` (or `tl`) namespace: the functions below, and the real module for types and layouts."""
 
@@ -397,29 +372,23 @@ class Language:
     abs = staticmethod(lambda x: Tensor(np.abs(x.data), x.dtype))
     arange, full, where, maximum, minimum, cdiv = map(staticmethod, (arange, full, where, maximum, minimum, cdiv))
     zeros = staticmethod(lambda shape, dtype, layout=None: full(shape, 0, dtype))
-    full_like = staticmethod(lambda x, value, **_: full(x.shape, value, x.dtype))
     zeros_like = staticmethod(lambda x, **_: full(x.shape, 0, x.dtype))
-    clamp = staticmethod(_clamp)
     load, store = map(staticmethod, (load, store))
     atomic_add = staticmethod(_atomic(np.add.at))
     atomic_max = staticmethod(_atomic(np.maximum.at))
-    exp2, exp, log, log2, sqrt = (staticmethod(_float_function(f)) for f in (np.exp2, np.exp, np.log, np.log2, np.sqrt))
+    exp2, log, log2, sqrt = (staticmethod(_float_function(f)) for f in (np.exp2, np.log, np.log2, np.sqrt))
     fma = staticmethod(_fma)
     max = staticmethod(lambda x, axis=None, **_: x.max(axis))
-    min = staticmethod(lambda x, axis=None, **_: x.min(axis))
     sum = staticmethod(lambda x, axis=None, **_: reduce_sum(x, axis))
-    convert_layout = multiple_of = staticmethod(_first)
+    convert_layout = multiple_of = staticmethod(lambda x, *_, **__: x)
     to_tensor = staticmethod(lambda x: x if isinstance(x, Tensor) else Tensor(x, result_dtype(x, x)))
     reshape = staticmethod(lambda x, *shape: x.reshape(*shape))
     permute = staticmethod(lambda x, *order: x.permute(*order))
-    split = staticmethod(lambda x: x.split())
     trans = staticmethod(lambda x: x.permute(1, 0))
-    dot = staticmethod(lambda a, b: Tensor(_product(a.data, b.data), real_gl.float32))
     join = staticmethod(lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype))
     program_id, num_programs = staticmethod(program_id), staticmethod(num_programs)
-    range = staticmethod(device_range)
-    static_range = staticmethod(_static_range)
-    assume, static_assert = staticmethod(assume), staticmethod(static_assert)
+    static_range = staticmethod(lambda *bounds: range(*map(integer, bounds)))
+    static_assert = staticmethod(static_assert)
     allocate_shared_memory = staticmethod(allocate_shared_memory)
     warp_specialize = staticmethod(warp_specialize)
     inline_asm_elementwise = staticmethod(inline_asm_elementwise)
@@ -432,15 +401,12 @@ gl = Language()
 
 mbarrier = SimpleNamespace(
     MBarrierLayout=real_mbarrier.MBarrierLayout,
-    allocate_mbarrier=lambda batch=1: BarrierArray(batch, _allocated_name()), init=_barrier_init, invalidate=_no_effect,
-    arrive=_barrier_arrive, expect=_barrier_expect, wait=_barrier_wait,
+    init=_barrier_init, arrive=_barrier_arrive, expect=_barrier_expect, wait=_barrier_wait,
 )  # fmt: skip
 
 tma = SimpleNamespace(
     # names from triton 3.8 on
     store_wait=memory.tma_store_wait,
-    make_tensor_descriptor=make_tensor_descriptor,
     async_load=memory.tma_load,
     async_store=memory.tma_store,
-    async_atomic_add=memory.tma_reduce_add,
 )

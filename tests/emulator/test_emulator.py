@@ -12,14 +12,13 @@ _TOYS = Path(__file__).with_name("toy_kernels.py")
 _STAGES = 2
 
 
-def _toys(seed: int = 0, *, fault: tuple[str, str] | None = None, resident: int = 2):
+def _toys(seed: int = 0, *, fault: tuple[str, str] | None = None):
     faults = [] if fault is None else [("toys", *fault)]
-    return Emulator(seed, resident=resident, faults=faults).load("toys", _TOYS)
+    return Emulator(seed, faults=faults).load("toys", _TOYS)
 
 
-def _descriptor(tensor: torch.Tensor, block=(64, 64)) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)
-    return TensorDescriptor.from_tensor(tensor, list(block), layout)
+def _descriptor(tensor: torch.Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16))
 
 
 def _matmul(toys, rows: int = 64, depth: int = 320, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

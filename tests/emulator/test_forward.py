@@ -79,12 +79,6 @@ def test_interleavings(shape):
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_counter_is_ready_for_the_next_launch():
-    emulator = Emulator()
-    for _ in range(3):
-        assert_close(*_outputs(_CAUSAL, Shape(), emulator=emulator), num_chunks=2)
-
-
 @_BOTH
 def test_last_group_of_more_heads(mask):
     """Two of three heads alternate at last; so do two of the six heads of two sequences."""

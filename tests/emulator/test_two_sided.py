@@ -299,10 +299,7 @@ _BACKWARD_FAULTS = {
         64,
         (_KEYS, "head_row + block * 64\n                    h", "head_row\n                    h"),
     ),
-    "a stretch is skipped": (
-        64,
-        ("backward.problem", "first, number + 1)", "first, first)"),
-    ),
+    "a stretch is skipped": (64, ("backward.problem", "first, number + 1)", "first, first)")),
     "a tile is drawn twice": (
         64,
         (

@@ -38,19 +38,9 @@ def numpy_dtype(dtype) -> np.dtype:
     return _STORED[dtype.name]
 
 
-def gluon_dtype(dtype: np.dtype | torch.dtype):
-    """The Gluon type of a numpy or torch `dtype`."""
-    if isinstance(dtype, torch.dtype):
-        names = {torch.bool: "int1", torch.float8_e4m3fn: "float8e4nv"}
-        return getattr(gl, names.get(dtype, str(dtype).removeprefix("torch.")))
-    short = next(name for name, stored in _NUMPY.items() if np.dtype(stored) == dtype)
-    return getattr(gl, _LONG_NAMES.get(short, short))
-
-
-_LONG_NAMES = {
-    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8e4nv": "float8e4nv",
-    "fp8e5": "float8e5",
-}  # fmt: skip
+def gluon_dtype(dtype: torch.dtype):
+    names = {torch.bool: "int1", torch.float8_e4m3fn: "float8e4nv"}
+    return getattr(gl, names.get(dtype, str(dtype).removeprefix("torch.")))
 
 
 def poison(dtype: np.dtype) -> object:
@@ -178,11 +168,8 @@ class Tensor:
         return reduce_sum(self, axis)
 
     def max(self, axis=None) -> Tensor:
-        """Maximum or minimum that skips NaN, as the device's does."""
+        """Maximum that skips NaN, as the device's does."""
         return Tensor(np.fmax.reduce(self.data, axis), self.dtype)
-
-    def min(self, axis=None) -> Tensor:
-        return Tensor(np.fmin.reduce(self.data, axis), self.dtype)
 
 
 def _dims(dims) -> tuple[int, ...]:
