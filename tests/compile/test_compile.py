@@ -302,7 +302,6 @@ def test_moved_exp_is_seen(faulty, monkeypatch):
 
 
 def test_exp_in_turn_is_seen(faulty, monkeypatch):
-    """A turn that is kept over exp."""
     passed = r" +_pass_turn\(sm, step, W\)\n(?= +p = )"
     monkeypatch.setattr(host, "_QUERIES", Launcher(faulty(queries, passed, "").backward_queries))
     loops = _unmasked_loops(dq_launch(192, "band"))

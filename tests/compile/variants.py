@@ -100,7 +100,6 @@ def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
 
 
 def dq_launch(head_dim: int, mask: str) -> Launch:
-    """The launch that computes dQ apart."""
     return _backward_launch("backward_queries", head_dim, mask)
 
 
@@ -117,7 +116,6 @@ def fp8_keys_launch(head_dim: int) -> Launch:
 
 
 def publish_launch(module: ModuleType) -> Launch:
-    """The launch of `module.publish`."""
     with recorded_launches() as recorder:
         _exchange(recorder, 128, module)
     return next(x for x in recorder.launches.values() if x.name == "_publish")

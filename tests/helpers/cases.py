@@ -137,5 +137,4 @@ def narrow_cases() -> list[Case]:
 
 
 def all_cases() -> list[Case]:
-    """Every case, each once."""
     return list(dict.fromkeys([*mask_cases(), *shape_cases(), *single_cases(), *narrow_cases()]))

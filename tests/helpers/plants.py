@@ -30,7 +30,6 @@ Batch = dict[str, Any]
 
 
 def right(group: Group, kind: str = "llama") -> Training:
-    """Plant no mistake."""
     model = build(kind)
     huggingface.set_group(model, group)
     return Training(huggingface.CausalLMWithLoss(model, group))
@@ -180,7 +179,6 @@ def eval_loss_summed(group: Group) -> Training:
 
 
 def ddp(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """The module in DDP."""
     return nn.parallel.DistributedDataParallel(module, process_group=group)
 
 

@@ -18,7 +18,6 @@ def build_model(
     memory: Memory | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> CausalLMWithLoss:
-    """Build the model of `CausalLM` on the CPU."""
     torch.set_default_dtype(dtype)
     try:
         model = empty_model(config, group, memory or Memory())

@@ -78,7 +78,6 @@ class Process:
         self.saved: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def run(self, number: int, step: Step) -> None:
-        """Make one call."""
         self.rank.step, self.rank.places_left = number, step.fails_at
         try:
             (self._backward if step.backward else self._forward)(step)

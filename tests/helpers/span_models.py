@@ -10,12 +10,10 @@ from torch import Tensor
 
 from ringflash import huggingface
 from ringflash.comm.seeding import seeded
+from tests.helpers.models import TINY
 
 LENGTH = 36
-TEXT = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61, "max_position_embeddings": 64,
-}  # fmt: skip
+TEXT = TINY | {"head_dim": 8}
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,

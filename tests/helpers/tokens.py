@@ -21,9 +21,9 @@ def word_tokenizer(words: Sequence[str], split: Any, **special: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token=words[0], **special)
 
 
-def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     """A line for each text, which has another field, too."""
-    path.write_text("".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)))
+    path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 

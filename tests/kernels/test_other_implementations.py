@@ -38,7 +38,6 @@ def skip_unless_installed(impl: str, q: torch.Tensor, k: torch.Tensor, v: torch.
 
 
 def check(impl: str, mask: Mask, *, dlse: bool = True, **sizes: object) -> None:
-    """One call of each pass."""
     shape = shape_of(**sizes)
     q, k, v, dout = inputs(mask, shape, device="cuda")
     skip_unless_installed(impl, q, k, v)

@@ -127,7 +127,6 @@ class Layer:
     expected: list[torch.Tensor]
 
     def forward(self) -> torch.Tensor:
-        """Compute the output."""
         return ringflash.ring_attention(*self.inputs, **self.options)  # type: ignore[return-value, arg-type]
 
     def backward(self, out: torch.Tensor) -> list[torch.Tensor]:

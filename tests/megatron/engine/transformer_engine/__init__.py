@@ -27,7 +27,6 @@ class Linear(nn.Module):
         init_method(self.weight)
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Multiply."""
         return functional.linear(x, self.weight)
 
 
@@ -39,13 +38,10 @@ class LayerNormLinear(Linear):
         self.layer_norm_weight, self.eps = nn.Parameter(torch.ones(in_features)), eps
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Normalize and multiply."""
         return super().forward(functional.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps))
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMS norm."""
-
     def __init__(self, normalized_shape: int, eps: float, **_: Any) -> None:
         super().__init__(normalized_shape, eps)
 
