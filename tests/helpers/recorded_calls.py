@@ -219,7 +219,6 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (gather_units, "begin_checked_backward", lambda *args, **options: Pass(now, *args, **options)),
         (gather_by_heads, "watching", lambda *_: Unwatched()),
         (gather_by_heads, "transport_name", lambda memory: memory.name),
-        (gather_units, "transport_name", lambda memory: memory.name),
         (head_exchange, "watching", lambda *_: Unwatched()),
         (call_numbers, "expect", lambda *_: None),
         (KVFormat, "forward_kernel", lambda *_: forward),
