@@ -96,7 +96,7 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def recorded_launches(num_sms: int = 132) -> Iterator[Recorder]:
+def recorded_launches() -> Iterator[Recorder]:
     """Note kernel launches instead of running them; CPU tensors pass for device tensors."""
     recorder = Recorder()
     driver = SimpleNamespace(
@@ -107,7 +107,7 @@ def recorded_launches(num_sms: int = 132) -> Iterator[Recorder]:
     def run(kernel, *args, **kwargs):
         return recorder.record(kernel, *args, **kwargs)
 
-    with mock.patch.object(JITFunction, "run", run), cuda_properties(num_sms):
+    with mock.patch.object(JITFunction, "run", run), cuda_properties(132):
         yield recorder
     triton.runtime.driver._active = None
 

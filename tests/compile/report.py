@@ -43,7 +43,7 @@ def table(compiled: Iterable[Compiled]) -> Iterator[str]:
         + f" {'seconds':>8}"
     )
     for result in compiled:
-        in_loops = max((loop.spills_off_the_mask for loop in result.program.loops if not loop.masked), default=0)
+        in_loops = max((loop.spills_off_the_mask for loop in result.program.unmasked_loops), default=0)
         yield (
             f"{result.name:<18} {result.variant:<40} {result.shared_bytes:>7} {result.registers:>4} "
             f"{result.spill_bytes:>6} {in_loops:>5} "

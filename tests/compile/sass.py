@@ -124,6 +124,10 @@ class Program:
         unique = {min(body): body for body in inner}
         return [Loop(tuple(map(self._block, sorted(body)))) for _, body in sorted(unique.items())]
 
+    @property
+    def unmasked_loops(self) -> list[Loop]:
+        return [loop for loop in self.loops if not loop.masked]
+
     def _natural_loops(self) -> list[frozenset[int]]:
         dominators = self._dominators()
         predecessors: list[list[int]] = [[] for _ in self._blocks]

@@ -31,7 +31,7 @@ class Allocation(NamedTuple):
         return self.start < other.stop and other.start < self.stop
 
 
-def allocations(ttgir: str, capability: int = 90) -> list[Allocation]:
+def allocations(ttgir: str) -> list[Allocation]:
     """Places in a compiled kernel's TTGIR, as triton's own passes choose them; captures of partitions as one byte."""
     context = ir.context()
     ir.load_dialects(context)
@@ -45,7 +45,7 @@ def allocations(ttgir: str, capability: int = 90) -> list[Allocation]:
     passes.ttgpuir.add_allocate_warp_groups(manager)
     passes.convert.add_scf_to_cf(manager)
     passes.gluon.add_inliner(manager)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, 86)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 86)
     manager.run(module, "allocate_shared_memory")
     text = str(module)
     found = [

@@ -24,7 +24,7 @@ from ringflash_kernels.hopper.launcher import Launcher
 from tests.compile.compiler import Compiled, Launch, compile_launch
 from tests.compile.known_spills import KNOWN_SPILLS
 from tests.compile.report import compile_all
-from tests.compile.sass import Loop, exp_within_turns, products_within_turns, share_of_exp_before_last_wait
+from tests.compile.sass import exp_within_turns, products_within_turns, share_of_exp_before_last_wait
 from tests.compile.shared_memory import allocations, overlaps
 from tests.compile.variants import (
     dq_launch,
@@ -179,7 +179,7 @@ def _converted_zeros(result: Compiled) -> list[str]:
 @pytest.mark.skipif(RELEASE not in KNOWN_SPILLS, reason=f"no spills of triton {RELEASE} are recorded")
 @_of(ATTENTION)
 def test_no_spills_where_nothing_is_masked(launch, compiled):
-    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    loops = compiled[launch].program.unmasked_loops
     assert len(loops) >= 2, "the main loop of each consumer"
     spills = max(loop.spills_off_the_mask for loop in loops)
     known = KNOWN_SPILLS[RELEASE].get(_name(launch), 0)
@@ -204,10 +204,6 @@ def _takes_turns(launch: Launch) -> bool:
     return any(value.tiles.turns for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
-def _unmasked_loops(launch: Launch) -> list[Loop]:
-    return [loop for loop in compile_launch(launch).program.loops if not loop.masked]
-
-
 QUERIES = [launch for launch in BACKWARD if launch.name == "backward_queries"]
 
 
@@ -219,21 +215,21 @@ def _tiles(launch: Launch) -> QueryTiles:
 @_of([x for x in FORWARD if _overlaps(x)] + [x for x in QUERIES if _tiles(x).exp_under_dp])
 def test_exp_runs_under_products(launch, compiled):
     """exp2 of one block precedes the wait for the products of the other, and that of dQ the wait for dP."""
-    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    loops = compiled[launch].program.unmasked_loops
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
 
 
 @_of([launch for launch in QUERIES if _tiles(launch).turns])
 def test_exp_of_dq_is_out_of_turn(launch, compiled):
     """The other consumer may issue its products before this one computes exp2."""
-    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    loops = compiled[launch].program.unmasked_loops
     assert loops and all(exp_within_turns(loop) == 0 for loop in loops)
 
 
 @_of([launch for launch in FORWARD if launch.name == "forward_kernel" and _takes_turns(launch)])
 def test_products_are_issued_in_turns(launch, compiled):
     """A consumer issues both products of a step before the other one may, and computes exp2 out of turn."""
-    loops = [loop for loop in compiled[launch].program.loops if not loop.masked]
+    loops = compiled[launch].program.unmasked_loops
     assert loops and all(products_within_turns(loop) == loop.counts["HGMMA"] for loop in loops)
     assert all(exp_within_turns(loop) == 0 for loop in loops)
 
@@ -242,7 +238,7 @@ def test_products_are_issued_in_turns(launch, compiled):
 def test_turn_is_passed_at_its_place(launch, compiled):
     """After as many exp2 as tiles.py says; ptxas may pass it later, but not where both consumers wait for exp2."""
     after = launch.constants[(launch.kernel.arg_names.index("TURN_AFTER"),)]
-    passed = [exp_within_turns(loop) for loop in compiled[launch].program.loops if not loop.masked]
+    passed = [exp_within_turns(loop) for loop in compiled[launch].program.unmasked_loops]
     assert len(passed) == 2 and after <= min(passed) <= after + 6
 
 
@@ -267,7 +263,7 @@ def faulty(tmp_path, monkeypatch):
 def test_hoisted_wait_is_seen(faulty):
     """Without the barrier wait that ends the basic block, ptxas waits for the products before the softmax."""
     wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
-    loops = _unmasked_loops(forward_launch(faulty(kernel, wait, ""), 128, "full"))
+    loops = compile_launch(forward_launch(faulty(kernel, wait, ""), 128, "full")).program.unmasked_loops
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
 
 
@@ -297,14 +293,14 @@ def test_moved_exp_is_seen(faulty, monkeypatch):
     """Without the wait that ends its basic block, ptxas computes exp after waiting for dP."""
     wait = r" +mbarrier\.wait\(sm\.full\.index\(k_slot\), k_parity\)\n"
     monkeypatch.setattr(host, "_QUERIES", Launcher(faulty(queries, wait, "").backward_queries))
-    loops = _unmasked_loops(dq_launch(192, "band"))
+    loops = compile_launch(dq_launch(192, "band")).program.unmasked_loops
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
 
 
 def test_exp_in_turn_is_seen(faulty, monkeypatch):
     passed = r" +_pass_turn\(sm, step, W\)\n(?= +p = )"
     monkeypatch.setattr(host, "_QUERIES", Launcher(faulty(queries, passed, "").backward_queries))
-    loops = _unmasked_loops(dq_launch(192, "band"))
+    loops = compile_launch(dq_launch(192, "band")).program.unmasked_loops
     assert loops and all(exp_within_turns(loop) > 16 for loop in loops)
 
 
@@ -318,6 +314,5 @@ def test_spills_and_serialised_products_are_seen():
     """With half of the registers the main loop spills, and ptxas serialises the products and says so."""
     launch = forward_launch(kernel, 128, "full")
     tight = compile_launch(replace(launch, options=launch.options | {"maxnreg": 128}))
-    loops = [loop for loop in tight.program.loops if not loop.masked]
-    assert any(loop.spills_off_the_mask for loop in loops)
+    assert any(loop.spills_off_the_mask for loop in tight.program.unmasked_loops)
     assert any("C7512" in warning for warning in tight.warnings)

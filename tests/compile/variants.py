@@ -9,8 +9,10 @@ second hop there and at 256.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -93,37 +95,32 @@ def _narrow(recorder: Recorder) -> None:
 
 def forward_launch(module: ModuleType, head_dim: int, mask: str) -> Launch:
     """The launch of a fresh bf16 call with the `forward_kernel` of a module."""
-    launcher = Launcher(module.forward_kernel)
-    with mock.patch.object(forward, "_LAUNCHER", launcher), recorded_launches() as recorder:
-        _forward(recorder, head_dim, mask)
-    return next(iter(recorder.launches.values()))
+    with mock.patch.object(forward, "_LAUNCHER", Launcher(module.forward_kernel)):
+        return _launch_of("forward_kernel", _forward, head_dim, mask)
 
 
 def dq_launch(head_dim: int, mask: str) -> Launch:
-    return _backward_launch("backward_queries", head_dim, mask)
+    return _launch_of("backward_queries", _backward, head_dim, mask)
 
 
 def keys_launch(head_dim: int, mask: str) -> Launch:
     """The launch of dK and dV, and of dQ up to head_dim 128."""
-    return _backward_launch("backward_keys", head_dim, mask)
+    return _launch_of("backward_keys", _backward, head_dim, mask)
 
 
 def fp8_keys_launch(head_dim: int) -> Launch:
     """The launch of all gradients with every product in e4m3."""
-    with recorded_launches() as recorder:
-        _fp8_backward(recorder, head_dim, "fp8")
-    return next(x for x in recorder.launches.values() if x.name == "backward_keys_fp8")
+    return _launch_of("backward_keys_fp8", _fp8_backward, head_dim, "fp8")
 
 
 def publish_launch(module: ModuleType) -> Launch:
-    with recorded_launches() as recorder:
-        _exchange(recorder, 128, module)
-    return next(x for x in recorder.launches.values() if x.name == "_publish")
+    return _launch_of("_publish", _exchange, 128, module)
 
 
-def _backward_launch(name: str, head_dim: int, mask: str) -> Launch:
+def _launch_of(name: str, call: Callable[..., None], *arguments: Any) -> Launch:
+    """The first launch of the kernel of this name in a call."""
     with recorded_launches() as recorder:
-        _backward(recorder, head_dim, mask)
+        call(recorder, *arguments)
     return next(x for x in recorder.launches.values() if x.name == name)
 
 
