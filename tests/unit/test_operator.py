@@ -250,6 +250,14 @@ def test_autocast_does_not_reach_implementations() -> None:
     assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
 
+def test_lse_is_returned_only_on_request() -> None:
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.to(dtype) for x in draw()]
+        out, lse = ringflash.ring_attention(*inputs, group=None, return_lse=True)
+        assert torch.equal(out, ringflash.ring_attention(*inputs, group=None))
+        assert lse.shape == (1, 4, 16) and lse.dtype == dtype
+
+
 def test_no_gradient_is_made_for_an_unused_output() -> None:
     q, k, v = draw()
     with mock.patch.object(operators, "_backward", side_effect=operators._backward) as backward:
