@@ -155,15 +155,18 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
     for x in args:
         if isinstance(x, torch.nn.Module) and not getattr(x, "_is_accelerate_prepared", False):
             _put_on_ring(x)
+    before = getattr(self, "deepspeed_engine_wrapped", None)
     prepared = original(self, *args, **options)
-    if self.distributed_type == "DEEPSPEED" and self.deepspeed_engine_wrapped is not None:
+    if getattr(self, "deepspeed_engine_wrapped", None) is not before:  # loaders are prepared later
         from ringflash.deepspeed import engine, parameter_use, refusals
 
         # accelerate counts every rank as a sample in train_batch_size, as DeepSpeed does
         config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
         refusals.check(config, {})
-        engine.check_engine(self.deepspeed_engine_wrapped.engine)
-        parameter_use.watch_parameters(self.deepspeed_engine_wrapped.engine)
+        made = self.deepspeed_engine_wrapped.engine
+        engine.check_engine(made)
+        parameter_use.watch_parameters(made)
+        engine.separate_backwards(made)
     return prepared
 
 

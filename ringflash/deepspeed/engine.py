@@ -91,7 +91,7 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
     check_engine(made[0])
     watch_parameters(made[0])
-    _separate_backwards(made[0])
+    separate_backwards(made[0])
     return made
 
 
@@ -103,7 +103,7 @@ def _signature(config: dict[str, Any]) -> dict[str, object]:
     return json.loads(text)
 
 
-def _separate_backwards(engine: Any) -> None:
+def separate_backwards(engine: Any) -> None:
     """Make each backward of an engine independent of the previous one, or refuse it.
 
     Unless a forward ran in between, DeepSpeed 0.19.8 takes a backward for a continuation of the previous one, and at

@@ -253,13 +253,13 @@ def test_a_compiled_model(ctx: Context) -> None:
     torch._dynamo.reset()  # other tests compile the same frames, up to a limit
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage, kind", [*((i, transformers.Trainer) for i in range(4)), (3, trainer.ForwardsFirst)])
+def test_a_step_with_zero_is_that_of_one_process(pool: Pool, stage: int, kind: Any, tmp_path: Path) -> None:
     """Two rings of two, two batches; stage 3 shards every parameter."""
     pytest.importorskip("deepspeed")
     config = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
-    for spent in pool.run(trainer.step_with_zero, str(tmp_path), config):
+    for spent in pool.run(trainer.step_with_zero, str(tmp_path), config, kind):
         assert spent["step"][0] <= 1, spent
 
 

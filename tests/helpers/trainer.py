@@ -165,7 +165,22 @@ def answer(ctx: Context, folder: str, sizes: dict[str, int]) -> tuple[list[list[
     return found.predictions.tolist(), found.metrics["test_loss"]
 
 
-def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[str, tuple[float, str]]:
+class ForwardsFirst(Trainer):
+    """Both forwards of a step of two batches run before its two backwards."""
+
+    losses: tuple[torch.Tensor, ...] = ()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.losses += (self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch),)
+        for i, loss in enumerate(self.losses if len(self.losses) == 2 else ()):
+            self.accelerator.gradient_state._set_sync_gradients(i == 1)
+            self.accelerator.backward(loss, scale_wrt_gas=False)
+        return self.losses[-1].detach()
+
+
+def step_with_zero(
+    ctx: Context, folder: str, config: dict[str, Any], kind: type[Trainer] = Trainer
+) -> dict[str, tuple[float, str]]:
     """The parts of their budgets that one step of two batches spends in fp32, with DeepSpeed's ZeRO.
 
     The norm of the gradients is below the clipping, which would hide their scale.
@@ -195,8 +210,11 @@ def step_with_zero(ctx: Context, folder: str, config: dict[str, Any]) -> dict[st
             lr_scheduler_type="constant", max_grad_norm=5.0, save_strategy="no", report_to="none", disable_tqdm=True,
         )  # fmt: skip
         try:
-            trainer = Trainer(model, arguments, right_padded, train_dataset=rows)
+            trainer = kind(model, arguments, right_padded, train_dataset=rows)
             trainer.train()
+            backward = trainer.accelerator.deepspeed_engine_wrapped.engine.backward
+            trainer.get_eval_dataloader(rows)  # is prepared, too, and changes the engine no more
+            assert trainer.accelerator.deepspeed_engine_wrapped.engine.backward is backward
         finally:
             unset_hf_deepspeed_config()
         moved = {}
