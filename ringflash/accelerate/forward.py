@@ -30,8 +30,8 @@ _losses: deque[Tensor] = deque(maxlen=2)
 
 _READ = {"attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch", "cu_seq_lens_q"}
 _TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Arguments of collators and trainers that repeat others, or on which no loss depends.
-_REDUNDANT = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "use_cache", "return_dict"}
+_BOUNDS = {"cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # repeat position_ids or cu_seq_lens_q
+_REDUNDANT = {*_BOUNDS, "use_cache", "return_dict"}  # arguments that repeat others, or on which no loss depends
 
 
 def put_on_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -250,6 +250,11 @@ def _read(causal: Any, input_ids: Tensor | None, kwargs: dict[str, Any], left_pa
         raise NotImplementedError(
             f"a batch must have only input_ids, labels, attention_mask, position_ids and token types, got also "
             f"{unknown}; leave them out."
+        )
+    if (bounds := _BOUNDS & set(given)) and not {"position_ids", "cu_seq_lens_q"} & set(given):
+        raise NotImplementedError(
+            f"documents must be given by position_ids that restart, or cu_seq_lens_q, got only {sorted(bounds)}; add "
+            "position_ids."
         )
     if input_ids is None or "labels" not in given and "shift_labels" not in given:
         raise NotImplementedError(

@@ -308,6 +308,7 @@ def use_wrongly(ctx: Context, folder: str) -> dict[str, str]:
     attempt("documents and a mask", model, **good, attention_mask=mask, position_ids=documents)
     attempt("late positions", model, **good, position_ids=positions + 1)
     attempt("other bounds", model, **good, cu_seq_lens_q=torch.tensor([0, 5, 24]))
+    attempt("only numbers of documents", model, **good, seq_idx=positions // 10)
     attempt("no labels", model, input_ids=ids)
     attempt("embeddings", model, **good, inputs_embeds=torch.zeros(2, 24, 32))
     attempt("token types", model, **good, token_type_ids=torch.zeros_like(ids))
@@ -365,6 +366,7 @@ REFUSED = {
     "documents and a mask": "ValueError: attention_mask must be left out if position_ids restart",
     "late positions": "ValueError: position_ids must count from 0 in each document",
     "other bounds": "ValueError: cu_seq_lens_q must be the bounds of the documents of one row",
+    "only numbers of documents": r"NotImplementedError: documents must be given by .*, got only \['seq_idx'\]; add",
     "no labels": "NotImplementedError: input_ids and labels must be given",
     "embeddings": "NotImplementedError: a batch must have only input_ids, .*got also .'inputs_embeds'.; leave",
     "token types": "NotImplementedError: token_type_ids must be given only to a model whose mask .* LlamaForCausalLM; ",
