@@ -136,11 +136,16 @@ def remember_split(group: dist.ProcessGroup, split: HostSplit) -> None:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the group's backend for tensors on `device`: "gloo" or "nccl"; "none" if it has none."""
+    """Return the name of the group's backend for tensors on `device`: "gloo" or "nccl"; "none" if it has none.
+
+    Every implementation of NCCL is "nccl": from torch 2.15 on, a group that is created with "nccl" has "nccl2". Ring
+    calls send messages over communicators of their own, so they need none in particular.
+    """
     known = _backends.setdefault(group, {})
     if device.type not in known:  # a query for a missing backend takes 0.1 ms, as long as a kernel launch
         try:
-            known[device.type] = group._get_backend(device).name()
+            name = group._get_backend(device).name()
+            known[device.type] = "nccl" if name.startswith("nccl") else name
         except RuntimeError:
             known[device.type] = "none"
     return known[device.type]

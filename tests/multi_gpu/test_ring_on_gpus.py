@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ringflash.attention import schedule, sections
 from ringflash.attention.sections import Sections
+from ringflash.comm.transport import choose_transport
 from ringflash.testing.tolerance import Ratio, assert_within
 from tests.helpers import refusals, ring_check
 from tests.helpers.cases import Case, all_cases
@@ -69,9 +70,9 @@ SECTIONS = [
 
 @contextmanager
 def over(transport: str) -> Iterator[None]:
-    """All calls take this transport."""
+    """All calls take this transport, as if they asked for it."""
     with (
-        mock.patch("ringflash.attention.plan.choose_transport", lambda *_: transport),
+        mock.patch("ringflash.attention.plan.choose_transport", lambda _, *of: choose_transport(transport, *of)),
         mock.patch.dict("ringflash.attention.plan.plan_cache", clear=True),
     ):
         yield

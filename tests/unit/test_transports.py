@@ -103,6 +103,19 @@ def test_auto_takes_the_copy_engine_in_reach(problem: copy_engine.NoCopyEngine |
         assert registry.open_transport(chosen, group) is opened
 
 
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-lazy"])
+def test_groups_of_every_nccl_are_taken(name: str) -> None:
+    """A group that torch 2.15 creates with "nccl" says "nccl2"."""
+    group = mock.Mock(_get_backend=lambda device: mock.Mock(**{"name.return_value": name}))
+    assert registry.choose_transport("nccl", group, GPU) == "nccl"
+
+
+def test_groups_without_nccl_are_refused() -> None:
+    group = mock.Mock(_get_backend=lambda device: mock.Mock(**{"name.return_value": "gloo"}))
+    with pytest.raises(NotImplementedError, match="group must have backend 'nccl' for tensors on cuda, got 'gloo'"):
+        registry.choose_transport("auto", group, GPU)
+
+
 @pytest.mark.parametrize(
     "name, algorithm, moved_by",
     [
