@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -116,7 +117,7 @@ class Driver:
         self,
         launch: Callable[[torch.cuda.Stream], object],
         stream: int,
-        pointers: dict[int, tuple[int, int]],
+        pointers: Sequence[tuple[int, int, int]],
         maps: Sequence[tuple[int, int] | None],
     ) -> Command | None:
         """Return the launch of a kernel as a command; None if it is not one kernel without attributes.
@@ -126,8 +127,8 @@ class Driver:
         Args:
             launch: launches on a stream, while that is captured.
             stream: stream of the command.
-            pointers: slot and offset of the addresses that differ between calls.
-            maps: the same for the descriptors, in the order of the arguments; None if one stays.
+            pointers: the addresses that differ between calls, in the order of the arguments, with slot and offset.
+            maps: slots and offsets of the descriptors, in the same order; None if one stays.
         """
         with self._captured(launch) as node:
             if node is None:
@@ -138,12 +139,12 @@ class Driver:
             memory = ctypes.create_string_buffer(_MAP_BYTES * (len(sizes) + 1))
             first = -(-ctypes.addressof(memory) // _MAP_BYTES) * _MAP_BYTES
             params = (ctypes.c_uint64 * len(sizes))(*range(first, first + _MAP_BYTES * len(sizes), _MAP_BYTES))
-            patches, left, to_find = list[_Patch](), iter(maps), set(pointers)
+            patches, left, to_find = list[_Patch](), iter(maps), deque(pointers)
             for index, (at, size) in enumerate(zip(params, sizes, strict=True)):
                 ctypes.memmove(at, node.params[index], size)
-                content = ctypes.c_uint64.from_address(at).value
-                place = next(left) if size == _MAP_BYTES else pointers.get(content) if size == 8 else None
-                to_find.discard(content)
+                place = next(left) if size == _MAP_BYTES else None
+                if size == 8 and to_find and to_find[0][0] == ctypes.c_uint64.from_address(at).value:
+                    place = to_find.popleft()[1:]
                 if place is not None:
                     patches.append(_Patch(at, place[1], place[0], size == _MAP_BYTES))
             if to_find:
@@ -192,13 +193,13 @@ class Driver:
 def plain_launch(
     launch: Callable[[torch.cuda.Stream], object],
     stream: int,
-    pointers: dict[int, tuple[int, int]] | None = None,
+    pointers: Sequence[tuple[int, int, int]] = (),
     maps: Sequence[tuple[int, int] | None] = (),
 ) -> Command | None:
     """Return `Driver.plain_launch`; None without a driver."""
     cuda_driver = driver()
     try:
-        return None if cuda_driver is None else cuda_driver.plain_launch(launch, stream, pointers or {}, maps)
+        return None if cuda_driver is None else cuda_driver.plain_launch(launch, stream, pointers, maps)
     except RuntimeError:  # the launch itself has been made before, and is made by Python again
         return None
 

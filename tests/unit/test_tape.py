@@ -344,8 +344,19 @@ class Calls:
         if case.num_blocks > 1:
             self.blocks = schedule.plan_blocks(mask, 2, 0, "zigzag", (1,) * case.num_blocks, multiple)
 
-    def log(self, number: int, *, repeat: bool, one_storage: bool = False) -> list[Any]:
-        """Make a forward and a backward, and return their lines."""
+    def log(
+        self,
+        number: int,
+        *,
+        repeat: bool,
+        one_storage: bool = False,
+        gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> list[Any]:
+        """Make a forward and a backward, and return their lines.
+
+        Args:
+            gradient: makes dout from out.
+        """
         case, (k_dim, v_dim), count = self.case, self.case.dims, self.case.num_sections
         shapes = [(1, self.rows, n * count, dim) for n, dim in ((2, k_dim), (1, k_dim), (1, v_dim), (2, v_dim))]
         q, k, v, dout = (x.detach() for x in inputs(shapes, one_storage))
@@ -362,6 +373,7 @@ class Calls:
             mock.patch.object(gather_by_heads, "watching", lambda *_: watched[len(lines) > 0]),
         ):
             out, lse = lines_of(lines, call.forward, q, k, v, row_max)
+            dout = dout if gradient is None else gradient(out)
             saved = dout, torch.zeros_like(lse), q, k, v, out, lse, row_max
             lines_of(lines, lambda *given: call.backward(BackwardInputs(*given)), *saved)
         return lines + [
@@ -437,6 +449,22 @@ def test_a_pass_in_fp8_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.log(1, repeat=True)
     made = [entry for entry, _ in calls.memory._cache._entries.values() if isinstance(entry, tape.Tape)]
     assert [sum(step.__qualname__.startswith("issue_step") for step in each.steps) for each in made] == [1, 1]
+
+
+def test_dout_of_a_recorded_call_may_share_the_memory_of_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's commands then have the same address twice, and later calls two."""
+    known = FakeDriver()
+    for module in (recorder, repeated_launch, step_lists, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    calls = Calls(CASES["fp8"])
+    for _ in range(2):
+        calls.log(1, repeat=False)
+    ordinary = calls.log(7, repeat=False, gradient=torch.zeros_like)
+    for _ in range(2):
+        calls.log(3, repeat=True, gradient=torch.Tensor.detach)
+    with mock.patch.object(Run, "__call__", mock.Mock(side_effect=AssertionError("launched from Python"))):
+        repeated = calls.log(7, repeat=True, gradient=torch.zeros_like)
+    assert apart(repeated)[0] == apart(ordinary)[0]
 
 
 def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:

@@ -37,15 +37,14 @@ def repeat_launch(
     """
     given, launch = launch.args, launch._replace(args=())  # a step must not keep tensors
     template, moving = list(given), list[tuple[int, int, int, Address | None]]()
-    readable = launch.is_readable  # and no address is in two slots
-    pointers, maps = dict[int, tuple[int, int]](), list[tuple[int, int] | None]()
+    pointers, maps = list[tuple[int, int, int]](), list[tuple[int, int] | None]()
     for place, x in enumerate(given):
         base = None
         if isinstance(x, Tensor):
             slot, offset = place_of(x)
             template[place] = offset
             if slot is not None:
-                readable &= pointers.setdefault(x.data_ptr(), (slot, offset)) == (slot, offset)
+                pointers.append((x.data_ptr(), slot, offset))
         elif hasattr(x, "block_shape"):
             slot, offset = place_of(x.base)
             template[place], base = copy.copy(x), Address(offset)
@@ -64,7 +63,7 @@ def repeat_launch(
                 base.address = now.addresses[slot] + offset
         launch.repeat(template)
 
-    if not readable or driver() is None:
+    if not launch.is_readable or driver() is None:
         return again, None
     repeat = partial(launch.repeat, given)
     command = plain_launch(lambda stream: repeat(stream.cuda_stream), launch.stream, pointers, maps)
