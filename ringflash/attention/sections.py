@@ -99,9 +99,9 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Un
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
     exposed_share = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
     forward = _forward_sections(num_kv_heads, hidden_pulls, max_heads, exposed_share)
-    if not is_long:
-        return Sections(forward, _equal_parts(num_kv_heads, min_heads))
     max_heads = max(min_heads, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
+    if not is_long:
+        return Sections(forward, _short_backward_sections(num_kv_heads, hidden_pulls, min_heads, max_heads))
     return Sections(forward, _backward_sections(num_kv_heads, hidden_pulls, max_heads))
 
 
@@ -262,6 +262,20 @@ def _backward_sections(num_heads: int, hidden_pulls: float, max_heads: int) -> t
         last.insert(0, grown)
         grown = math.floor(grown * hidden_pulls * _RETURN_SHARE)
     return first, *_equal_parts(num_heads - first - sum(last), max_heads), *last
+
+
+def _short_backward_sections(num_heads: int, hidden_pulls: float, min_heads: int, max_heads: int) -> tuple[int, ...]:
+    """Divide KV heads for the backward of a short call into equal parts.
+
+    The last of two is smaller, if its kernel still hides the return of the first one's gradients.
+
+    Args: as `_forward_sections`; min_heads: heads of a part, at least.
+    """
+    parts = _equal_parts(num_heads, min_heads)
+    last = math.ceil(max(num_heads / 4, num_heads / (1 + hidden_pulls * _RETURN_SHARE)))
+    if len(parts) == 2 and last < parts[1] and num_heads - last <= max_heads:
+        return num_heads - last, last
+    return parts
 
 
 def _equal_parts(total: int, largest: int) -> tuple[int, ...]:
