@@ -191,6 +191,32 @@ def test_memory_is_freed_behind_its_users(streams: Streams, kernel: str, num_sec
     assert faults(streams, num_sections, kernel) == set()
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.startswith("hopper")])
+def test_kernels_run_between_begin_and_end_of_a_call(streams: Streams, kernel: str) -> None:
+    """Memory of a repeated call may therefore be that of the caller's stream."""
+    areas, caller, begun, last = areas_of_messages(), streams.caller, [0], dict[Stream, int]()
+
+    def launch(*_: object, **__: object) -> None:
+        stream = streams.current
+        assert stream is caller or stream.seen[caller] > begun[0]
+        last[stream] = stream.seen[stream] + 1
+
+    def issue(call: HeadGather, _: str, work: Any, tensors: Any) -> Any:
+        caller.record_event()  # of earlier work, which may use the same memory
+        begun[0] = caller.seen[caller]
+        results = work(tensors)
+        assert len(last) > 1 and all(caller.seen[stream] >= place for stream, place in last.items() if stream != caller)
+        last.clear()
+        return results
+
+    with (
+        mock.patch.object(Launcher, "__call__", launch),
+        mock.patch.object(HeadGather, "_issue", issue),
+        cuda_properties(132),
+    ):
+        passes(areas, 3, **KERNELS[kernel])
+
+
 class Late:
     """A backward that allocates when the first keys arrive, in another lane than that in which it is dropped."""
 

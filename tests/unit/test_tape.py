@@ -28,6 +28,7 @@ from ringflash.attention.gather_by_heads import HeadGather
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.recording import recorder, repeated_launch, step_lists, tape
 from ringflash.attention.recording.step_lists import RecordedStep, Role
+from ringflash.attention.recording.steps import Repetition, allocate_together_step, allocator
 from ringflash.attention.sections import Sections
 from ringflash.comm import call_numbers, driver, event_pool
 from ringflash.comm.call_numbers import CallNumber
@@ -437,14 +438,57 @@ def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: p
             assert now <= place if line[0] == "empty" else now >= place
 
 
-def test_a_pass_in_fp8_is_one_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernels write the zeros of sums, and a section frees nothing before the next one allocates."""
+@pytest.fixture
+def without_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory that is not filled: a list would end before each fill."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_of_a_list_is_allocated_together(name: str, without_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests are the same, and each address stands for the same memory in all of them."""
     known = FakeDriver()
     for module in (recorder, repeated_launch, step_lists, driver):
         monkeypatch.setattr(module, "driver", lambda: known)
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):  # without NaN
-        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
-    calls = Calls(Case("hopper_fp8_all", num_sections=2))
+    calls = Calls(CASES[name])
+    for _ in range(2):  # the areas grow
+        calls.log(1, repeat=False)
+    ordinary = calls.log(7, repeat=False)
+    for _ in range(2):
+        calls.log(3, repeat=True)
+    repeated = calls.log(7, repeat=True)
+    (requests, memory), (same, fewer) = apart(ordinary), apart(repeated)
+    assert numbered(same, {}) == numbered(requests, {})
+    assert len(fewer) < len(memory) or name != "fp8"
+
+
+def numbered(lines: Any, numbers: dict[Any, int]) -> Any:
+    """Return lines with a number for each address of an allocation, in the order in which they appear in their pass."""
+    if not isinstance(lines, (tuple, list)):
+        return lines
+    if lines and lines[0] == "allocated":
+        return "allocated", numbers.setdefault(tuple(lines), len(numbers))
+    made = [numbered(x, numbers) for x in lines]
+    if lines and lines[0] == "results":
+        numbers.clear()
+    return made
+
+
+def test_parts_of_an_allocation_do_not_overlap() -> None:
+    now = Repetition((None,), CallNumber(1), CallInFlight(0, 0, "forward", 0.0), 4, 0)
+    allocate_together_step({1: 1000, 3: 512, 2: 4}, allocator("cpu"))(now)
+    memory = now.tensors[1]
+    assert memory is not None and memory.nbytes == 2048 and now.addresses[1] == memory.data_ptr()
+    assert [address - now.addresses[1] for address in now.addresses[2:]] == [1536, 1024]
+
+
+def test_a_pass_in_fp8_is_one_list(without_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels write the zeros of sums, and its memory is one allocation."""
+    known = FakeDriver()
+    for module in (recorder, repeated_launch, step_lists, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+    calls = Calls(CASES["fp8"])
     for _ in range(5):
         calls.log(1, repeat=True)
     made = [entry for entry, _ in calls.memory._cache._entries.values() if isinstance(entry, tape.Tape)]
@@ -482,6 +526,7 @@ def test_a_tensor_that_is_given_twice_is_not_recorded() -> None:
         lambda x: (x.view(1),),  # a result that is an input
         lambda x: torch.stack([x, x]).unbind(),  # tensors in a list
         lambda x: (x.max(0).values,),  # two results
+        lambda x: (torch.empty(1, device="meta"),),  # memory of another device
     ],
 )
 def test_what_cannot_be_repeated_is_not_recorded(issue: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
@@ -564,13 +609,14 @@ def test_a_list_ends_where_a_stream_allocates_again(monkeypatch: pytest.MonkeyPa
     names = {role: mock.Mock(__qualname__=role.name) for role in Role}
     section = {
         stream: [
-            RecordedStep(Role.ALLOCATE, names[Role.ALLOCATE], stream),
+            RecordedStep(Role.ALLOCATE, names[Role.ALLOCATE], stream, num_bytes=1 << 40),
             RecordedStep(Role.WORK, names[Role.WORK], stream, [record_command(stream.cuda_stream, 1)]),
             RecordedStep(Role.DROP, names[Role.DROP], stream),
         ]
         for stream in streams
     }
-    steps = step_lists.repeated_steps([*section[even], *section[odd], *section[even]], set(), Memory(), even)
+    recorded = [*section[even], *section[odd], *section[even]]
+    steps = step_lists.repeated_steps(recorded, set(), Memory(), even, allocator("cpu"))
     got = [step.__qualname__.partition(".")[0] for step in steps]
     both = ["ALLOCATE", "enter_step", "ALLOCATE", "issue_step", "DROP", "DROP"]
     assert got == [*both, "enter_step", "ALLOCATE", "issue_step", "DROP"]

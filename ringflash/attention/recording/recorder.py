@@ -17,7 +17,17 @@ from torch.utils._pytree import tree_leaves
 from ringflash.attention.recording.repeated_launch import repeat_launch
 from ringflash.attention.recording.slots import Slots
 from ringflash.attention.recording.step_lists import RecordedEvent, RecordedStep, Role, repeated_steps
-from ringflash.attention.recording.steps import OF_EACH_CALL, Repetition, Step, Tensors, enter_step, free_step, view_of
+from ringflash.attention.recording.steps import (
+    OF_EACH_CALL,
+    Repetition,
+    Step,
+    Tensors,
+    allocate_step,
+    allocator,
+    enter_step,
+    free_step,
+    view_of,
+)
 from ringflash.comm.driver import driver
 from ringflash.comm.transport.lanes import Commands, Lanes
 
@@ -39,6 +49,8 @@ class Recorder(TorchDispatchMode):
         self.problems: list[str] = []
         self.slots = Slots(tensors, self.problems.append)  # not `give_up`, a cycle that keeps the tensors
         self._recorded: list[RecordedStep | RecordedEvent] = []
+        self._device = next(x.device.type for x in tensors if x is not None)
+        self._allocate = allocator(self._device)
         self._areas, self._first = areas, areas.current()
         self._entered = self._first
         self._made: dict[int, tuple[object, int]] = {}  # events, results of `run_on_host`: each call has its own
@@ -106,7 +118,8 @@ class Recorder(TorchDispatchMode):
         slots = [self.slots.of_result(x) for x in results]
         if self.problems:
             return [], []
-        return repeated_steps(self._recorded, self._seen_by_host, self._areas, self._first), slots
+        steps = repeated_steps(self._recorded, self._seen_by_host, self._areas, self._first, self._allocate)
+        return steps, slots
 
     def _run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Callable[[Repetition], Any]]:
         """Run work without observing it. Return its result, and the function that runs it in a repetition."""
@@ -152,8 +165,7 @@ class Recorder(TorchDispatchMode):
                 template[place] = None
                 if not self.slots.has_dtype(slot, x):
                     self.give_up(f"the operator {func} on a tensor of another dtype")
-        if not in_place:
-            self.slots.add(out, self._entered)
+        made_slot = -1 if in_place else self.slots.add(out, self._entered)
 
         def again(now: Repetition) -> None:
             for place, slot, view in views:
@@ -162,23 +174,17 @@ class Recorder(TorchDispatchMode):
             for place, *_ in views:
                 template[place] = None
             if not in_place:
-                now.tensors.append(made)
-                now.addresses.append(made.data_ptr())
+                now.allocated(made_slot, made)
 
         self._recorded.append(RecordedStep(Role.WORK, again, self._entered))
 
     def _record_allocation(self, out: Tensor) -> None:
         """Give a new tensor a slot, and record its allocation."""
-        self.slots.add(out, self._entered)
-        shape, strides, dtype = tuple(out.shape), out.stride(), out.dtype
-        empty = _allocator(out.device.type)
-
-        def allocate(now: Repetition) -> None:
-            made = empty(shape, strides, dtype)
-            now.tensors.append(made)
-            now.addresses.append(made.data_ptr())
-
-        self._recorded.append(RecordedStep(Role.ALLOCATE, allocate, self._entered))
+        if out.device.type != self._device:
+            self.give_up("memory of another device")
+        slot = self.slots.add(out, self._entered)
+        step, num_bytes = allocate_step(slot, out, self._allocate), out.untyped_storage().nbytes()
+        self._recorded.append(RecordedStep(Role.ALLOCATE, step, self._entered, slot=slot, num_bytes=num_bytes))
 
     def _add(self, role: Role, step: Step) -> None:
         self._recorded.append(RecordedStep(role, step))
@@ -186,7 +192,7 @@ class Recorder(TorchDispatchMode):
     def _drop_freed(self) -> None:
         """Record that the tensors that this call has freed since the last step are freed here."""
         for slot, stream in self.slots.freed():
-            self._recorded.append(RecordedStep(Role.DROP, free_step(slot), stream))
+            self._recorded.append(RecordedStep(Role.DROP, free_step(slot), stream, slot=slot))
 
     def _enter(self) -> None:
         """Record that the stream that is current now is current in the following steps."""
@@ -206,11 +212,3 @@ class Recorder(TorchDispatchMode):
             self.give_up("an event of another call")
             return 0
         return self._made[id(event)][1]
-
-
-def _allocator(device: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
-    """Return a function that allocates a tensor by shape, strides and dtype, on the current GPU or the CPU."""
-    inductor = torch._C._dynamo.guards  # allocates in half the time
-    if device == "cuda" and hasattr(inductor, "_empty_strided_cuda"):
-        return inductor._empty_strided_cuda
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -35,6 +35,9 @@ class Slots:
         self._input_storages = {x.untyped_storage()._cdata for x in tensors if x is not None}
         self._allocated: dict[int, tuple[int, StorageWeakRef, torch.cuda.Stream]] = {}  # slots, by storage
 
+    def __len__(self) -> int:
+        return len(self._addresses)
+
     def add_views(self, x: Tensor, views: Any) -> None:
         """Remember views of an input as parts of its slot; other views need no slot."""
         entry = self._inputs.get(id(x))
@@ -48,12 +51,13 @@ class Slots:
         storage = out.untyped_storage()._cdata
         return storage not in self._allocated and storage not in self._input_storages
 
-    def add(self, x: Tensor, stream: torch.cuda.Stream) -> None:
-        """Give the next slot to a new tensor, whose memory belongs to a stream."""
-        storage = x.untyped_storage()
-        self._allocated[storage._cdata] = len(self._addresses), StorageWeakRef(storage), stream
+    def add(self, x: Tensor, stream: torch.cuda.Stream) -> int:
+        """Give the next slot to a new tensor, whose memory belongs to a stream, and return it."""
+        storage, slot = x.untyped_storage(), len(self._addresses)
+        self._allocated[storage._cdata] = slot, StorageWeakRef(storage), stream
         self._addresses.append(x.data_ptr())
         self._dtypes.append(x.dtype)
+        return slot
 
     def freed(self) -> Iterator[tuple[int, torch.cuda.Stream]]:
         """Yield slot and stream of each tensor that was freed since the previous call of this method."""

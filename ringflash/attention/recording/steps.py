@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ringflash.comm.transport.lanes import Lanes
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[Tensor | None]
+_ALIGNMENT = 512  # bytes, as torch's own allocations
 OF_EACH_CALL = {CallInFlight: -2, Unwatched: -2, CallNumber: -1}  # indices in `Repetition.own`
 
 
@@ -23,9 +25,10 @@ class Repetition:
     """A call that repeats a tape.
 
     Args:
+        num_slots: number of its inputs and allocations.
         num_events: number of its events and results of `run_on_host`.
     Attributes:
-        tensors: by slot: the call's inputs, then its allocations; None once freed.
+        tensors: by slot: the call's inputs, then its allocations; None before, once freed, or as part of another one.
         addresses: addresses of these; 0 without a tensor.
         own: events that it has recorded, and results of `run_on_host`, by index; then the watched call and the number.
         values: handles of these events and addresses of these results, for commands.
@@ -34,12 +37,22 @@ class Repetition:
     __slots__ = ("addresses", "own", "tensors", "values")
 
     def __init__(
-        self, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched, num_events: int
+        self,
+        tensors: Tensors,
+        number: CallNumber,
+        watched: CallInFlight | Unwatched,
+        num_slots: int,
+        num_events: int,
     ) -> None:
-        self.tensors = list(tensors)
-        self.addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        missing = num_slots - len(tensors)
+        self.tensors = [*tensors, *[None] * missing]
+        self.addresses = [*[0 if x is None else x.data_ptr() for x in tensors], *[0] * missing]
         self.own: list[Any] = [*[None] * num_events, watched, number]
         self.values = [0] * num_events
+
+    def allocated(self, slot: int, made: Tensor) -> None:
+        """Keep an allocation."""
+        self.tensors[slot], self.addresses[slot] = made, made.data_ptr()
 
     def keep(self, index: int, thing: ReusedEvent | Tensor) -> None:
         """Keep an event or a result of `run_on_host`, by index."""
@@ -47,6 +60,7 @@ class Repetition:
 
 
 Step = Callable[[Repetition], None]
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
 
 
 def view_of(x: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
@@ -99,6 +113,38 @@ def enter_step(areas: Lanes, stream: torch.cuda.Stream) -> Step:
         areas.enter(stream)
 
     return enter
+
+
+def allocate_step(slot: int, x: Tensor, allocate: Allocate) -> Step:
+    """Return the step that allocates a tensor like x for a slot."""
+    shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
+    return lambda now: now.allocated(slot, allocate(shape, strides, dtype))
+
+
+def allocate_together_step(sizes: dict[int, int], allocate: Allocate) -> Step:
+    """Return the step that allocates the memory of several slots as one tensor, which belongs to the first of them.
+
+    Args:
+        sizes: bytes, by slot.
+    """
+    slots = list(sizes)
+    *offsets, total = accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()), initial=0)
+
+    def allocate_all(now: Repetition) -> None:
+        now.allocated(slots[0], allocate((total // 4,), (1,), torch.float32))
+        first = now.addresses[slots[0]]
+        for slot, offset in zip(slots, offsets, strict=True):
+            now.addresses[slot] = first + offset
+
+    return allocate_all
+
+
+def allocator(device: str) -> Allocate:
+    """Return a function that allocates a tensor by shape, strides and dtype, on the current GPU or the CPU."""
+    inductor = torch._C._dynamo.guards  # allocates in half the time
+    if device == "cuda" and hasattr(inductor, "_empty_strided_cuda"):
+        return inductor._empty_strided_cuda
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def free_step(slot: int) -> Step:

@@ -40,7 +40,7 @@ class Tape:
         self.kept = [kept]
         self.steps: list[Step] = []
         self.results: list[int] = []
-        self.num_events = 0
+        self.num_slots = self.num_events = 0
         self.calls = 0
 
     def record(self, areas: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -58,14 +58,14 @@ class Tape:
         self.steps, self.results = recorder.finish(results)
         if not recorder.problems:
             self.kept += recorder.slots.kept
-            self.num_events = recorder.num_events
+            self.num_slots, self.num_events = len(recorder.slots), recorder.num_events
         return results
 
     def repeat(
         self, areas: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
     ) -> tuple[Tensor, ...]:
         """Make a call with other tensors of the same form, and return its results."""
-        now, caller = Repetition(tensors, number, watched, self.num_events), areas.current()
+        now, caller = Repetition(tensors, number, watched, self.num_slots, self.num_events), areas.current()
         try:
             for step in self.steps:
                 step(now)
