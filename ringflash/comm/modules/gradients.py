@@ -30,7 +30,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
         ValueError: parameters that differ between the ranks, on every rank; compared in the calls 1, 2, 4, 8, ...
     """
     group = resolve(group)
-    every = list(parameters)
+    every = list(dict.fromkeys(parameters))  # tied ones once
     if group is None or not every:
         return
     equal = _averaged.setdefault(every[0], EqualParameters())
