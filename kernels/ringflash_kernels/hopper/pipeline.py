@@ -124,9 +124,11 @@ class QueryRows(NamedTuple):
 
 @gluon.jit
 def place_of(ticket, problem):
-    """Return batch, head and rank of a ticket's tile: by head group, by tile (longest first), by head in the group.
+    """Return batch, head and rank of a ticket's tile. Tickets are numbered in the order of the launch.
 
-    If a tile has several heads, heads are counted in these.
+    Groups of heads are outermost in this order; in a group, tiles from the longest to the shortest; of a tile, the
+    heads of the group. `rank` is the tile's index in the order of length. If a tile has several heads, one of these
+    sets counts as a head.
     """
     last = problem.num_tiles - problem.heads_at_last * problem.num_row_tiles
     per_group = problem.heads_per_group * problem.num_row_tiles
@@ -149,7 +151,7 @@ def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
 
 @gluon.jit
 def stop_of(rows, problem, V: gl.constexpr):
-    """Return the key after the last one of the band that a row sees."""
+    """Return, for each row, the key after the last one that the row's band holds."""
     stop = rows + problem.upper + 1
     if V.mask == "bands":
         stop = gl.where(rows < problem.split, stop, stop + problem.jump)
@@ -158,10 +160,9 @@ def stop_of(rows, problem, V: gl.constexpr):
 
 @gluon.jit
 def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
-    """Return the tile of a ticket, with its blocks as seen by its rows [FIRST, FIRST + COUNT).
+    """Return the tile of a ticket. Its bounds of blocks are those of its rows [FIRST, FIRST + COUNT).
 
-    Of the rows [FIRST, FIRST + COUNT), every one has started to see keys at `last_start`, and none has stopped before
-    `first_stop`; the blocks in between are full.
+    Each of these rows sees all keys from `last_start` to `first_stop`, so the blocks in between need no mask.
     """
     ROWS: gl.constexpr = V.tiles.rows
     BN: gl.constexpr = V.tiles.block_n

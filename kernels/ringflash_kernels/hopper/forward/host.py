@@ -25,9 +25,9 @@ _FAR = 1 << 30  # an open side of a band; sums with a row number still fit int32
 _LN2 = math.log(2.0)
 # K and V of the heads that run concurrently should stay in L2 (50 MB); larger groups measured slower.
 _L2_BYTES_PER_GROUP = 16 * 2**20
-_GROUPS_AT_LAST = 3  # so the last heads may need three times that
+_GROUPS_AT_LAST = 3  # groups of heads that may run together at the end of a launch, with three times these bytes
 _BLOCKS_OF_A_TILE = 2  # cost of entering and leaving a tile, in blocks of keys
-FEW_WAVES = 32  # of tiles; with more, the SMs finish at about the same time in any order of heads
+FEW_WAVES = 32  # with more waves of tiles, the SMs finish at about the same time in any order of heads
 
 
 _LAUNCHER = Launcher(forward_kernel)
@@ -279,10 +279,11 @@ def heads_at_last(
 ) -> int:
     """Return the number of heads in the last group of a launch: see `last_group`.
 
-    It is that of the others under several documents, which differ in each call.
+    With several documents it is `per_group`, as in other groups: documents differ in each call, and to simulate each
+    launch would take the host too long.
 
     Args:
-        num_heads: of all sequences.
+        num_heads: heads of all sequences together.
     """
     num_tiles = -(-(rows[1] - rows[0]) // tiles.rows) * num_heads
     if len(regions) > 2 or num_tiles > FEW_WAVES * num_sms:
@@ -293,7 +294,7 @@ def heads_at_last(
 
 @functools.lru_cache(maxsize=256)
 def tile_costs(regions: tuple[Region, ...], tiles: ForwardTiles, rows: tuple[int, int]) -> tuple[int, ...]:
-    """Return the costs of the tiles of a head, in blocks of keys, most first."""
+    """Return the costs of the tiles of a head, in blocks of keys, the largest first."""
     costs = []
     for first in range(*rows, tiles.rows):
         parts = [(max(first, x.q_start), min(first + tiles.rows, x.q_stop), x) for x in regions]

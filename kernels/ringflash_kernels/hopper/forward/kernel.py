@@ -9,8 +9,9 @@ warpgroups own 64 query rows each and walk the visible key blocks from last to f
 
 m is the row maximum that P is relative to, and l the sum of a row of P, so a row of the result is O / l. O is
 rescaled only if m grew by much, which is rare after the first blocks.
-That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". For some, the consumers issue
-their products in turns, or both might compute their softmax at the same time, and then leave the tensor cores idle.
+That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". For some head sizes, the
+consumers issue their products in turns (FlashAttention-3's ping-pong). Both might otherwise compute their softmax at
+the same time, and leave the tensor cores idle.
 Masked blocks are at the two ends of the walk; the loop between them does not test the mask. Under a two-sided mask the
 walk is a list of stretches of masked and of other blocks (`hopper.walks`), which the producer hands on with the first
 K of each. `acc` and `lse` of earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
@@ -166,7 +167,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V: gl.constexpr):
-    """Load K of a block, given as its batch, head and key, and what arrives with it: its ends, in `halves` V."""
+    """Load K of a block, (batch, head, first key); with it V if `tiles.halves`, and the ends of its keys if used."""
     batch, head_kv, key = block
     index, _phase = slot(kv, V.tiles.num_stages)
     full = barriers.k_full.index(index)
@@ -192,7 +193,7 @@ def load_values(v_desc, shared, barriers, block, kv, V: gl.constexpr):
 
 @gluon.jit
 def load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block, kv, count, is_first, V: gl.constexpr):
-    """Load K and V of the next block, and Q after the first K, which need not wait for the previous tile's use of Q."""
+    """Load K and V of the next block. Q follows the tile's first K, which need not wait until Q's place is free."""
     load_keys(k_desc, v_desc, ends_desc, shared, barriers, block, kv, V)
     if is_first:
         load_q(q_desc, shared, barriers, tile, count, V)
@@ -223,9 +224,10 @@ def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers
 
 @gluon.jit
 def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointers, V: gl.constexpr):
-    """Draw the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its last stretch when 2 are.
+    """Take the next ticket when 6 blocks of a tile are left, read its tile when 4 are, and its last stretch when 2 are.
 
-    In a short tile each of these happens a block after the previous one. Nothing waits for a result before the next.
+    In a short tile each of these reads is one block after the previous one. So a read has at least a block's time
+    before the next one needs its result.
     """
     if left == gl.minimum(6, gl.maximum(num_blocks - 1, 0)):
         drawn = draw_later(pointers.counter)
@@ -239,7 +241,7 @@ def look_ahead(left, num_blocks, ticket, drawn, entry, stretch, problem, pointer
 
 @gluon.jit
 def entry_of(ticket, problem, pointers):
-    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane; past the last one, of that."""
+    """Return the row of `Walks.tiles` of a ticket's tile, a number in each lane; past the last one, the last row."""
     _batch, _head, rank = place_of(gl.minimum(ticket, problem.num_tiles - 1), problem)
     return load_lanes(pointers.table + rank * 4)
 
@@ -252,13 +254,13 @@ def last_of(entry):
 
 @gluon.jit
 def stretch_of(number, pointers):
-    """Return a row of `Walks.stretches`, a number in each lane; of no stretch any row."""
+    """Return a row of `Walks.stretches`, a number in each lane; any row if the number is below 0."""
     return load_lanes(pointers.stretches + gl.maximum(number, 0) * 4)
 
 
 @gluon.jit
 def load_previous(v_desc, shared, barriers, block, kv, V: gl.constexpr):
-    """Load V of the block before use `kv` of the ring, unless there is none (its batch is -1)."""
+    """Load V of the previous block into slot `kv - 1` of the ring; `block` is (-1, -1, -1) if there is none."""
     if block[0] >= 0:
         load_values(v_desc, shared, barriers, block, kv - 1, V)
 
@@ -405,11 +407,14 @@ def seen_scores(s, index, key, rows, shared, barriers, pointers, MASKED: gl.cons
 
 @gluon.jit
 def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """Return the new m (of scaled S, base 2), what is subtracted for it, and exp(old m - m).
+    """Return three numbers for each row, in units of scaled S to base 2.
 
-    m may lag behind a row's maximum by SLACK. So it rarely changes after the first blocks, and O is rarely rescaled.
+    new_max: the new m. It is at most SLACK below the row's maximum, and rarely changes after the first blocks. So O is
+        rarely rescaled.
+    finite_max: m, or 0 if m is -inf: subtracted from S.
+    alpha: 2^(old m - finite_max), by which O and l are multiplied.
     """
-    SLACK: gl.constexpr = 8.0  # m may lag behind the maximum by 2^8, far from where P or l would lose bits
+    SLACK: gl.constexpr = 8.0  # P is then at most 2^8, at which neither P nor l loses bits
     if V.tiles.block_n == 128:
         block_max = over_lanes(maxima_of_rows(s, V.tiles.block_n // 2), V)
     else:
@@ -425,7 +430,7 @@ def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
 
 @gluon.jit
 def softmax(s, row_max, row_sum, rows, MASKED: gl.constexpr, V: gl.constexpr):
-    """Return P = exp(S - m), the new m, the lanes' sums, and exp(old m - m)."""
+    """Return P = exp(S - m), the new m, the sums of P that each lane has, and the factor of O (`subtrahend`)."""
     row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
     p = gl.exp2(s * rows.scale - subtracted[:, None])
     row_sum = times_rows(row_sum, alpha) + lane_sums(p, V)

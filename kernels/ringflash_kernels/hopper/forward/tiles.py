@@ -22,14 +22,14 @@ class ForwardTiles:
         num_stages: K/V stages in shared memory.
         stages_of_16_bits: the same for results of 16 bits that continue no state; they leave more room.
         schedule: what runs under the softmax of a key block.
-            "overlap"  the warpgroup's own products of the blocks before and after
-            "sequence" products of the other warpgroups, as it happens; takes the fewest registers
+            "overlap"  the warpgroup's own products of the previous and the next block
+            "sequence" products of other warpgroups, in no fixed order; takes the fewest registers
         aligned: a walk begins at a multiple of block_n, because keys are stored in such blocks.
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
-        turns: with "overlap", a warpgroup issues the products of a step when the other one has issued its own. Where
-            softmax and products take equally long, both could else compute exponentials at the same time, step by step.
-        ahead: under a two-sided mask, the producer reads which tile is next before the end of one, and asks for K of a
-            block before V of the previous one.
+        turns: with "overlap", a warpgroup issues the products of a step when the other one has issued its own. If
+            softmax and products take equally long, both might otherwise compute exponentials at the same time.
+        ahead: under a two-sided mask, the producer reads which tile is next before it ends the present one, and loads K
+            of a block before V of the previous block.
         halves: with "sequence", the exponentials of half of the keys run under P V of the other half, and K and V of a
             block arrive together.
         stage_in_q: results leave through the buffer of Q, because shared memory has no room for another.
