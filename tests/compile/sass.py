@@ -173,23 +173,23 @@ class Program:
         return any(_count(self._block(number), name) for name in ("HGMMA", "QGMMA") for number in body)
 
 
-def share_of_exp_before_last_wait(loop: Loop) -> float:
-    """Share of a loop's exp2 between a wait that leaves products in flight and the next, which leaves none.
+def share_of_exp_before_last_wait(loop: Loop, opcode: str = "MUFU.EX2") -> float:
+    """Share of a loop's exp2, or of another opcode, between a wait that leaves products in flight and the next one.
 
-    Counted round the loop, since its first instruction may be any.
+    The next one leaves none. Counted round the loop, since its first instruction may be any.
     """
     body = loop.instructions * 2
     waits = [(i, _products_left(x)) for i, x in enumerate(body) if x.opcode.startswith("WARPGROUP.DEPBAR")]
     best = 0
     for (first, left), (second, left_next) in zip(waits, waits[1:], strict=False):
         if left > 0 and left_next == 0:
-            best = max(best, sum(x.opcode.startswith("MUFU.EX2") for x in body[first:second]))
-    total = sum(x.opcode.startswith("MUFU.EX2") for x in loop.instructions)
+            best = max(best, sum(x.opcode.startswith(opcode) for x in body[first:second]))
+    total = sum(x.opcode.startswith(opcode) for x in loop.instructions)
     return best / total if total else 0.0
 
 
 def exp_within_turns(loop: Loop) -> int:
-    """exp2 between taking a turn (waiting at named barrier 8 or 9) and passing it, round the loop."""
+    """exp2 between taking a turn (waiting at named barrier 8, 9 or 10) and passing it, round the loop."""
     return _within_turns(loop, "MUFU.EX2")
 
 
@@ -201,7 +201,7 @@ def products_within_turns(loop: Loop) -> int:
 def _within_turns(loop: Loop, opcode: str) -> int:
     count, within = 0, False
     for x in loop.instructions * 2:
-        if x.opcode.startswith("BAR.SYNC") and x.operands.startswith(("0x8", "0x9")):
+        if x.opcode.startswith("BAR.SYNC") and x.operands.startswith(("0x8", "0x9", "0xa")):
             count, within = 0, True
         elif x.opcode.startswith("BAR.ARV"):
             within = False

@@ -50,7 +50,8 @@ def _name(launch: Launch) -> str:
 
 # One kernel for each path through the code, as `make test` compiles them; the others have the mark `every_kernel`.
 OF_EACH_PATH = {
-    "forward_kernel hd64 bfloat16 band", "forward_kernel hd96 bfloat16 band", "forward_kernel hd128 bfloat16 bounds",
+    "forward_kernel hd64 bfloat16 band", "forward_kernel hd64 bfloat16 bounds",
+    "forward_kernel hd96 bfloat16 band", "forward_kernel hd128 bfloat16 bounds",
     "forward_kernel hd128 bfloat16 band resume fp32 out", "forward_kernel hd192 bfloat16 band",
     "forward_kernel hd256 bfloat16 band", "forward_kernel hd192/128 bfloat16 band",
     "forward_kernel hd128 bfloat16 ends window", "forward_fp8 hd256 ends resume fp32 out",
@@ -196,7 +197,13 @@ def test_addresses_are_in_uniform_registers(launch, compiled):
 
 def _overlaps(launch: Launch) -> bool:
     """Return whether a consumer's softmax is meant to run under its own products."""
-    return any(value.tiles.schedule == "overlap" for value in launch.constants.values() if hasattr(value, "tiles"))
+    found = [value.tiles for value in launch.constants.values() if hasattr(value, "tiles")]
+    return any(tiles.schedule == "overlap" and not tiles.joint for tiles in found)
+
+
+def _is_joint(launch: Launch) -> bool:
+    """Return whether a forward is meant to issue S of a block and P V of the previous one together."""
+    return any(value.tiles.joint for value in launch.constants.values() if hasattr(value, "tiles"))
 
 
 def _takes_turns(launch: Launch) -> bool:
@@ -217,6 +224,13 @@ def test_exp_runs_under_products(launch, compiled):
     """exp2 of one block precedes the wait for the products of the other, and that of dQ the wait for dP."""
     loops = compiled[launch].program.unmasked_loops
     assert loops and all(share_of_exp_before_last_wait(loop) >= 0.95 for loop in loops)
+
+
+@_of([launch for launch in FORWARD if _is_joint(launch)])
+def test_maxima_run_under_products(launch, compiled):
+    """Row maxima of a block precede the wait for P V of the previous one."""
+    loops = compiled[launch].program.unmasked_loops
+    assert loops and all(share_of_exp_before_last_wait(loop, "FMNMX") >= 0.9 for loop in loops)
 
 
 @_of([launch for launch in QUERIES if _tiles(launch).turns])
@@ -265,6 +279,13 @@ def test_hoisted_wait_is_seen(faulty):
     wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(after_index\).*\n"
     loops = compile_launch(forward_launch(faulty(kernel, wait, ""), 128, "full")).program.unmasked_loops
     assert loops and all(share_of_exp_before_last_wait(loop) < 0.5 for loop in loops)
+
+
+def test_late_maxima_are_seen(faulty):
+    """Without the barrier wait that ends the basic block, ptxas waits for P V before the maxima."""
+    wait = r" +mbarrier\.wait\(barriers\.k_full\.index\(next_index\).*\n"
+    loops = compile_launch(forward_launch(faulty(kernel, wait, ""), 64, "full")).program.unmasked_loops
+    assert loops and all(share_of_exp_before_last_wait(loop, "FMNMX") < 0.5 for loop in loops)
 
 
 def test_unused_barrier_is_seen(faulty, monkeypatch):

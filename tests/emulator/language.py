@@ -243,6 +243,15 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     if "cvt.rn.satfinite.e4m3x2.f32" in asm:  # pairs_in_e4m3
         low, high = (x.to(real_gl.float8e4nv).data.view(np.uint8).astype(np.uint16) for x in args)
         return Tensor((high << 8 | low).view(np.int16), real_gl.int16)
+    if len(args) == 2 and "cvt.rn" in asm:  # pairs_of
+        kind = real_gl.bfloat16 if "bf16x2" in asm else real_gl.float16
+        low, high = (x.to(kind).data.view(np.uint16).astype(np.uint32) for x in args)
+        return Tensor((high << 16 | low).view(np.int32), real_gl.int32)
+    if asm == "mov.b32 {$0, $1}, $2;":  # columns_of
+        bits = args[0].data.view(np.uint32)
+        return tuple(Tensor(x.astype(np.uint16).view(np.int16), real_gl.int16) for x in (bits & 0xFFFF, bits >> 16))
+    if "@p bar.warp.sync" in asm:  # computed
+        return args[0]
     if "cvt.rn.bf16x2.f32" in asm or "cvt.rn.f16x2.f32" in asm or "cvt.f32.f16" in asm:  # packed, unpacked
         return args[0].to(dtype)
     if "max.f32" in asm:  # maxima_of_rows

@@ -334,6 +334,27 @@ def packed(x, dtype: gl.constexpr):
 
 
 @gluon.jit
+def pairs_of(x, dtype: gl.constexpr):
+    """Return pairs of adjacent columns of the fp32 tensor x as int32, converted to bf16 or fp16 here."""
+    low, high = x.reshape([x.shape[0], x.shape[1] // 2, 2]).split()
+    if dtype == gl.bfloat16:
+        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    else:
+        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [low, high], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def columns_of(x, dtype: gl.constexpr):
+    """Return the columns of which x has pairs."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], (gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    columns = gl.join(low, high).reshape([x.shape[0], 2 * x.shape[1]])
+    return columns.to(dtype, bitcast=True)
+
+
+@gluon.jit
 def unpacked(x):
     """Return the fp16 tensor x in fp32, converted here."""
     asm: gl.constexpr = """{

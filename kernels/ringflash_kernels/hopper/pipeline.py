@@ -655,7 +655,7 @@ def make_barriers(V: gl.constexpr):
         acc_full = q_full  # not a new, unused one: its memory would be reused, see backward_keys
     k_full = barrier_ring(STAGES, 1)
     k_empty = barrier_ring(STAGES, WARPGROUPS)
-    if V.tiles.halves:
+    if V.tiles.halves or V.tiles.joint:
         v_full = k_full
         v_empty = k_empty
     else:

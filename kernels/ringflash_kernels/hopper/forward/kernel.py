@@ -11,7 +11,8 @@ m is the row maximum that P is relative to, and l the sum of a row of P, so a ro
 rescaled only if m grew by much, which is rare after the first blocks.
 That is the schedule "overlap"; tiles.py says which head sizes do better with "sequence". For some head sizes, the
 consumers issue their products in turns (FlashAttention-3's ping-pong). Both might otherwise compute their softmax at
-the same time, and leave the tensor cores idle.
+the same time, and leave the tensor cores idle. In "joint" steps, both products of a step read one stage, which holds K
+of a block and V of the previous one.
 Masked blocks are at the two ends of the walk; the loop between them does not test the mask. Under a two-sided mask the
 walk is a list of stretches of masked and of other blocks (`hopper.walks`), which the producer hands on with the first
 K of each. `acc` and `lse` of earlier calls are merged in the epilogue, loaded by TMA while the main loop runs.
@@ -25,13 +26,16 @@ from typing import NamedTuple
 import torch
 
 from ringflash_kernels.hopper.compat import (
+    columns_of,
     draw_later,
     gl,
     gluon,
+    hidden,
     load_lanes,
     maxima_of_rows,
     mbarrier,
     of_lane,
+    pairs_of,
     reinterpret,
     tma_load,
     tma_store_wait,
@@ -201,6 +205,28 @@ def load_block(q_desc, k_desc, v_desc, ends_desc, shared, barriers, tile, block,
 
 
 @gluon.jit
+def load_joint(q_desc, k_desc, v_desc, shared, barriers, tile, head_kv, kv, count, V: gl.constexpr):
+    """Load a tile's n blocks, last to first, into n + 1 stages: each holds K of a block and V of the previous one."""
+    n = tile.num_blocks
+    for i in range(n + 1):
+        index, phase = slot(kv, V.tiles.num_stages)
+        full = barriers.k_full.index(index)
+        key = tile.key + (n - 1 - i) * V.tiles.block_n
+        mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
+        if i == 0:
+            load_tile(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, 0, V)
+            load_q(q_desc, shared, barriers, tile, count, V)
+        elif i == n:
+            load_tile(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key + V.tiles.block_n, head_kv, 0, V)
+        else:
+            mbarrier.expect(full, V.block_bytes)
+            load_parts(k_desc, tiles_at(shared.k, index, V), full, tile.batch, key, head_kv, V)
+            load_parts(v_desc, tiles_at(shared.v, index, V), full, tile.batch, key + V.tiles.block_n, head_kv, V)
+        kv += 1
+    return kv
+
+
+@gluon.jit
 def walk_stretches(q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count,
                    V: gl.constexpr):  # fmt: skip
     """Load the blocks of a tile's stretches, last to first; with the first block of each say what the stretch is."""
@@ -340,6 +366,9 @@ def produce_tiles(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, 
             kv = walk_stretches(
                 q_desc, k_desc, v_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count, V
             )
+        elif V.tiles.joint:
+            if tile.num_blocks > 0:
+                kv = load_joint(q_desc, k_desc, v_desc, shared, barriers, tile, head_kv, kv, count, V)
         else:
             for i in range(tile.num_blocks):
                 index, phase = slot(kv, STAGES)
@@ -373,7 +402,10 @@ def produce(q_desc, k_desc, v_desc, ends_desc, shared, barriers, problem, pointe
 @gluon.jit
 def add_values(acc, p, v, V: gl.constexpr):
     """Issue O += P V. P is converted only here, because each 16-bit value carried in a loop costs a PRMT."""
-    p = p.to(v[0].dtype)
+    if p.dtype == gl.int32:
+        p = columns_of(p, v[0].dtype)
+    else:
+        p = p.to(v[0].dtype)
     layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 2)
     first = warpgroup_mma(gl.convert_layout(p, layout), v[0], acc[0], is_async=True)
     if len(v) == 2:
@@ -432,9 +464,15 @@ def subtrahend(s, row_max, rows, MASKED: gl.constexpr, V: gl.constexpr):
 def softmax(s, row_max, row_sum, rows, MASKED: gl.constexpr, V: gl.constexpr):
     """Return P = exp(S - m), the new m, the sums of P that each lane has, and the factor of O (`subtrahend`)."""
     row_max, subtracted, alpha = subtrahend(s, row_max, rows, MASKED, V)
-    p = gl.exp2(s * rows.scale - subtracted[:, None])
-    row_sum = times_rows(row_sum, alpha) + lane_sums(p, V)
+    p, row_sum = exponentials(s, subtracted, alpha, row_sum, rows, V)
     return p, row_max, row_sum, alpha
+
+
+@gluon.jit
+def exponentials(s, subtracted, alpha, row_sum, rows, V: gl.constexpr):
+    """Return P and the lanes' sums, from the results of `subtrahend`."""
+    p = gl.exp2(s * rows.scale - subtracted[:, None])
+    return p, times_rows(row_sum, alpha) + lane_sums(p, V)
 
 
 @gluon.jit
@@ -659,21 +697,154 @@ def attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W: g
 
 
 @gluon.jit
+def lse_of(tile, problem, pointers):
+    """Return where lse of a tile's head begins."""
+    batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
+    return pointers.lse + batch * problem.lse_stride_b + head * problem.lse_stride_h
+
+
+@gluon.jit
+def tile_again(ticket, problem, pointers, W: gl.constexpr, V: gl.constexpr):
+    """Return tile and rows of a ticket, computed again here, so that they need no registers before."""
+    tile = received_tile(hidden(ticket), 0, 0, problem, pointers, W, V)
+    row = own_row(tile.row, W, V)
+    row_index = row + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, V.score_layout))
+    start, stop = visible_keys(row_index, problem, pointers, V)
+    return tile, QueryRows(start, stop, problem.scale, row)
+
+
+@gluon.jit
+def pass_stage(kv, shared, barriers, V: gl.constexpr):
+    """Release stage `kv`, of which the warpgroup reads nothing more."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    return kv + 1
+
+
+@gluon.jit
+def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """Pass the stage with K of a block that none of the warpgroup's rows sees, and a turn."""
+    take_turn(kv, W, V)
+    pass_turn(kv, W, V)
+    return pass_stage(kv, shared, barriers, V)
+
+
+@gluon.jit
+def weights_alone(
+    kv, row_max, row_sum, key, rows, shared, barriers, pointers,
+    MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Return the softmax of the block at `key`, whose K is in stage `kv`, and release the stage."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    take_turn(kv, W, V)
+    s = scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V)
+    pass_turn(kv, W, V)
+    s = seen_scores(warpgroup_mma_wait(0, deps=(s,)), index, key, rows, shared, barriers, pointers, MASKED, V)
+    return softmax(s, row_max, row_sum, rows, MASKED, V)
+
+
+@gluon.jit
+def values_alone(acc, p, kv, shared, barriers, V: gl.constexpr):
+    """Return O + P V of the block whose V is in stage `kv`. The stage also holds K of the next block, so it is kept."""
+    index, phase = slot(kv, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(index), phase)
+    return wait_values(add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V), V)
+
+
+@gluon.jit
+def masked_blocks(
+    acc, row_max, row_sum, kv, tile, first, stop, rows, shared, barriers, pointers, W: gl.constexpr, V: gl.constexpr
+):  # fmt: skip
+    """Process the blocks [first, stop) of the walk, one product at a time."""
+    for i in range(first, stop):
+        p, row_max, row_sum, alpha = weights_alone(kv, row_max, row_sum, key_of(tile, i, V), rows, shared, barriers,
+                                                   pointers, True, W, V)  # fmt: skip
+        kv += 1
+        acc = values_alone(rescaled(acc, alpha, V), p, kv, shared, barriers, V)
+    return acc, row_max, row_sum, kv
+
+
+@gluon.jit
+def step_joint(acc, p, row_max, row_sum, kv, rows, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+    """Issue O += P V of a block and S of the next one together, whose operands are in stage `kv`; return the next P.
+
+    The exponentials need not run under the warpgroup's own products: those of the others run at that time.
+
+    Args:
+        p: P as pairs of columns, because each 16-bit value that a loop carries costs a PRMT.
+    """
+    index, _ = slot(kv, V.tiles.num_stages)
+    take_turn(kv, W, V)
+    s = scores(own_q(shared, W, V), matrices(tiles_at(shared.k, index, V), V), V)
+    acc = add_values(acc, p, matrices(tiles_at(shared.v, index, V), V), V)
+    pass_turn(kv, W, V)
+    s = warpgroup_mma_wait(len(V.tiles.value_parts), deps=(s,))
+    row_max, subtracted, alpha = subtrahend(s, row_max, rows, False, V)
+    # This wait ends the basic block, or ptxas would hoist the wait for P V above the maxima.
+    next_index, next_phase = slot(kv + 1, V.tiles.num_stages)
+    mbarrier.wait(barriers.k_full.index(next_index), next_phase)
+    acc = wait_values(acc, V)
+    mbarrier.arrive(barriers.k_empty.index(index), count=1)
+    p, row_sum = exponentials(s, subtracted, alpha, row_sum, rows, V)
+    return rescaled(acc, alpha, V), pairs_of(p, shared.v[0].dtype), row_max, row_sum, kv + 1
+
+
+@gluon.jit
+def attend_joint(
+    rows, q_empty, tile, ticket, kv, shared, barriers, problem, pointers, W: gl.constexpr, V: gl.constexpr
+):  # fmt: skip
+    """Like `attend_overlapped`, by `step_joint` where nothing is masked. Returns the tile as well.
+
+    Every consumer takes a turn for each block of the tile.
+    """
+    n = tile.num_blocks
+    acc, row_max, row_sum = nothing_yet(V)
+    for _ in range(n - tile.end_seen):
+        kv = leave_block(kv, shared, barriers, W, V)
+    acc, row_max, row_sum, kv = masked_blocks(acc, row_max, row_sum, kv, tile, n - tile.end_seen, n - tile.end_full,
+                                              rows, shared, barriers, pointers, W, V)  # fmt: skip
+    num_full = tile.end_full - tile.first_full
+    if num_full > 0:
+        p, row_max, row_sum, alpha = weights_alone(kv, row_max, row_sum, 0, rows, shared, barriers, pointers, False,
+                                                   W, V)  # fmt: skip
+        p = pairs_of(p, shared.v[0].dtype)
+        acc = rescaled(acc, alpha, V)
+        kv += 1
+        index, phase = slot(kv, V.tiles.num_stages)
+        mbarrier.wait(barriers.k_full.index(index), phase)
+        for _ in range(num_full - 1):
+            acc, p, row_max, row_sum, kv = step_joint(acc, p, row_max, row_sum, kv, rows, shared, barriers, W, V)
+        acc = values_alone(acc, p, kv, shared, barriers, V)
+    tile, rows = tile_again(ticket, problem, pointers, W, V)
+    if V.mask != "none":
+        first, stop = tile.num_blocks - tile.first_full, tile.num_blocks - tile.first_seen
+        acc, row_max, row_sum, kv = masked_blocks(acc, row_max, row_sum, kv, tile, first, stop, rows, shared, barriers,
+                                                  pointers, W, V)  # fmt: skip
+        for _ in range(tile.first_seen):
+            kv = leave_block(kv, shared, barriers, W, V)
+    kv = pass_stage(kv, shared, barriers, V)
+    mbarrier.arrive(q_empty, count=1)
+    inverse, lse = normalizer(row_sum, row_max, rows, V)
+    return acc, inverse, lse, kv, tile
+
+
+@gluon.jit
 def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constexpr, V: gl.constexpr):
     """Consumer warpgroup W: attend for rows [W * block_m, (W + 1) * block_m) of every tile."""
     row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
     count = 0
     kv = 0
     loads = 0
-    if W == 1:
+    if W == V.tiles.num_warpgroups - 1:
         pass_turn(kv, W, V)
     ticket, row, num_blocks = receive(count, shared, barriers, V)
     while ticket < problem.num_tiles:
         tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
         row = own_row(tile.row, W, V)
         row_index = row + gl.arange(0, V.tiles.block_m, layout=row_layout)
-        lse_of_head = pointers.lse + tile.batch.to(gl.int64) * problem.lse_stride_b \
-            + tile.head.to(gl.int64) * problem.lse_stride_h  # fmt: skip
+        lse_of_head = lse_of(tile, problem, pointers)
         start, stop = visible_keys(row_index, problem, pointers, V)
         if V.resume:
             old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
@@ -684,10 +855,16 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, W: gl.constex
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
             acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+        elif V.tiles.joint:
+            acc, factor, lse, kv, tile = attend_joint(rows, q_empty, tile, ticket, kv, shared, barriers, problem,
+                                                      pointers, W, V)  # fmt: skip
         elif V.tiles.schedule == "overlap":
             acc, factor, lse, kv = attend_overlapped(rows, q_empty, tile, kv, shared, barriers, pointers, W, V)
         else:
             acc, factor, lse, kv = attend_in_sequence(rows, q_empty, tile, kv, shared, barriers, pointers, W, V)
+        if V.tiles.joint:
+            row = own_row(tile.row, W, V)
+            lse_of_head = lse_of(tile, problem, pointers)
         if V.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight

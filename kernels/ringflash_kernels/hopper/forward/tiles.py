@@ -26,8 +26,10 @@ class ForwardTiles:
             "sequence" products of other warpgroups, in no fixed order; takes the fewest registers
         aligned: a walk begins at a multiple of block_n, because keys are stored in such blocks.
         rescale_late: with "overlap", O is rescaled under the next block's Q K^T, not before it is issued.
-        turns: with "overlap", a warpgroup issues the products of a step when the other one has issued its own. If
-            softmax and products take equally long, both might otherwise compute exponentials at the same time.
+        joint: S of a block and P V of the previous one are issued together, and both are complete before the block's
+            exponentials; K of a block and V of the previous one share a stage. Not under every mask: see `host`.
+        turns: with "overlap" or `joint`, a warpgroup issues the products of a step when the previous one has issued its
+            own. If softmax and products take equally long, both might otherwise compute exponentials at the same time.
         ahead: under a two-sided mask, the producer reads which tile is next before it ends the present one, and loads K
             of a block before V of the previous block.
         halves: with "sequence", the exponentials of half of the keys run under P V of the other half, and K and V of a
@@ -44,6 +46,7 @@ class ForwardTiles:
     stage_in_q: bool = False
     block_m: int = 64
     rescale_late: bool = False
+    joint: bool = False
     turns: bool = False
     ahead: bool = False
     halves: bool = False
@@ -64,7 +67,7 @@ class ForwardTiles:
     @property
     def skips(self) -> bool:
         """True if a warpgroup skips blocks that none of its rows sees: with three, a tile has up to two of them."""
-        return self.schedule == "sequence"
+        return self.joint or self.schedule == "sequence"
 
     @property
     def consumer_registers(self) -> int:
@@ -79,12 +82,20 @@ class ForwardTiles:
 
 FORWARD_TILES = {
     # Softmax and products cost the same: three warpgroups hide each other better than a second tile of registers.
-    64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=4, schedule="sequence"),
+    64: ForwardTiles((64,), num_warpgroups=3, block_n=128, num_stages=4, schedule="sequence", joint=True, turns=True),
     # wgmma of 32 columns is slow, but less so than 32 columns of padding.
     96: ForwardTiles((64, 32), num_warpgroups=3, block_n=128, num_stages=2, schedule="sequence", halves=True),
     128: ForwardTiles((128,), num_warpgroups=2, block_n=128, num_stages=2, rescale_late=True, turns=True, ahead=True),
     # 128 keys would need 240 KB. Of two blocks of 64, V arrives late.
-    192: ForwardTiles((128, 64), num_warpgroups=2, block_n=64, num_stages=2, stages_of_16_bits=3, turns=True),
+    192: ForwardTiles(
+        (128, 64),
+        num_warpgroups=2,
+        block_n=64,
+        num_stages=2,
+        stages_of_16_bits=3,
+        joint=not MANY_ADDRESSES,  # not measured with triton 3.9
+        turns=True,
+    ),
     # Q 64 KB and two stages of 64 KB leave no room: results leave through Q.
     256: ForwardTiles((128, 128), num_warpgroups=2, block_n=64, num_stages=2, rescale_late=True, stage_in_q=True),
 }
