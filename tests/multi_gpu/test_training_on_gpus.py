@@ -150,11 +150,7 @@ def references(task: Task, dtype: torch.dtype, dp_size: int) -> tuple[Step, Step
 
 def drawn_alone(task: Task, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model as one process draws it."""
-    torch.set_default_dtype(dtype)
-    try:
-        return build_model(task.config, None, SEED).to(task.device)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    return build_model(task.config, None, SEED, dtype=dtype).to(task.device)
 
 
 def moved(x: Any, task: Task) -> Any:
