@@ -34,7 +34,7 @@ TRITON_RELEASES = {
     "3.8": TritonRelease("2.14", "all of bf16, most of fp16, on an H200", "0.89 to 1.04, FP8 0.95 to 1.09"),
     "3.9": TritonRelease(
         "2.15",
-        "forward, backward and FP8's backward, on H200s; 51 cases of every kernel, on an H100",
+        "forward, backward and FP8's backward, on H200s, in part with torch 2.15; 51 cases of every kernel, on an H100",
         "0.96 to 1.06, deterministic 0.98 to 1.11; FP8 0.96 to 1.01",
     ),  # fmt: skip
 }
