@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ringflash.attention import operators
-from ringflash.attention.inputs import CallInputs, CallShape, make_addressable, pad_values
-from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
+from ringflash.attention.inputs import CallInputs, CallShape, align_for_kernels, pad_values
+from ringflash.attention.options import ULYSSES_ALGORITHMS, Algorithm, CallOptions
 from ringflash.attention.plan import CallPlan, plan_call
 from ringflash.attention.sections import GatherSizes, choose_sections
 from ringflash.comm.agreement import agree
@@ -215,7 +215,7 @@ def explain(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     sides = _window_sides(window_size)
     options = CallOptions(resolve(group), causal, 1.0, *sides, layout, impl, transport, deterministic)
-    q, k, v = (make_addressable(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
+    q, k, v = (align_for_kernels(x) for x in (q, k, pad_values(k, v)))  # as in a call: the kernel depends on strides
     plan = plan_call(CallInputs(q, k, v, cu_seqlens, options))
     algorithm = "gather or by_host" if plan.algorithm is UNDECIDED else str(plan.algorithm)
     chosen = UNDECIDED.value if plan.transport is UNDECIDED else plan.transport
@@ -228,7 +228,7 @@ def explain(
 
 def _describe_launches(plan: CallPlan, shape: CallShape) -> tuple[str, ...]:
     """Describe the blocks of keys, the sections of each pass and the exchanges of heads, a line for each, in order."""
-    if plan.algorithm in HEAD_EXCHANGES:
+    if plan.algorithm in ULYSSES_ALGORITHMS:
         inner = plan.between_hosts(shape)
         if inner is None:
             return ("heads are exchanged inside hosts; the first call finds out which ranks share one",)

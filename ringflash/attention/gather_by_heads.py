@@ -5,7 +5,7 @@
     begin      (backward) row sums of dO and O, zeros for dQ
     end        (backward) gradients return to the owners, who add them up; dQ is cast
 
-These are the lanes; docs/how-it-works.md draws them over time.
+These are CUDA streams; docs/how-it-works.md draws them over time.
 
 README.md defines sections, blocks and units. A rank gathers the keys that it sees in the order of their positions, so
 each section is one launch, as on one device, and no state passes between launches. No kernel runs during the first
@@ -36,7 +36,7 @@ from ringflash.attention.recording.tape import Tape, can_repeat, form_of
 from ringflash.attention.sections import GatherSizes, Unit
 from ringflash.comm.transport import transport_name
 from ringflash.comm.transport.areas import JoinAfterError
-from ringflash.comm.transport.lanes import Lanes, Marker
+from ringflash.comm.transport.gpu_areas import GpuAreas, Marker
 from ringflash.comm.wait_timer import measuring, waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash_kernels.api import out_shape, state_dtype
@@ -44,7 +44,7 @@ from ringflash_kernels.api import out_shape, state_dtype
 T = TypeVar("T")
 
 
-class HeadGather(GatherCall):
+class GatherAttention(GatherCall):
     """One attention call that gathers K/V by heads, without its tensors."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class HeadGather(GatherCall):
         """Return the memory and transfers of a pass; cached with the areas."""
 
         def make() -> GatheredKV:
-            kv_format = KVFormat.of(k, v, rounded=self.rounded, for_backward=pass_name == "backward")
+            kv_format = KVFormat.of(k, v, fp8=self.fp8, for_backward=pass_name == "backward")
             sizes = GatherSizes.of(self.blocks, KVShape.of(k, v), num_heads, kv_format.dtype)
             chosen = sections.choose_sections(sizes, len(self.blocks), transport_name(self.areas))
             return GatheredKV.of(self.areas, self.blocks, k, num_heads, getattr(chosen, pass_name), kv_format)
@@ -96,7 +96,7 @@ class HeadGather(GatherCall):
         self, name: str, names: tuple[str, ...], k: Tensor, v: Tensor, num_heads: int, make: Callable[[], T]
     ) -> T:
         return self.areas.cached(
-            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.rounded), names, make
+            (name, *map(id, self.blocks), num_heads, k.shape, v.shape, k.dtype, self.fp8), names, make
         )
 
     def _issue(
@@ -108,8 +108,8 @@ class HeadGather(GatherCall):
         with areas.on_one_stream():
             if self.queries_arrived or not can_repeat(self.impl, device):
                 return issue(tensors)
-            assert isinstance(areas, Lanes)
-            options = self.impl, self.softmax_scale, self.deterministic, self.rounded
+            assert isinstance(areas, GpuAreas)
+            options = self.impl, self.softmax_scale, self.deterministic, self.fp8
             key = pass_name, *map(id, self.blocks), options, form_of(tensors), areas.current().cuda_stream
             tape = areas.kept(key, ("kv", "dkv"), lambda: Tape(self.blocks))
             if not tape.steps:
@@ -146,7 +146,7 @@ class HeadGather(GatherCall):
 def run_units(
     kernels: UnitKernels, start: Marker, arrived: Marker, watched: CallInFlight | Unwatched, in_order: bool
 ) -> None:
-    """Compute all units, each as soon as its K/V have arrived; two sections run concurrently, in two lanes.
+    """Compute all units, each as soon as its K/V have arrived; two sections run concurrently, on two streams.
 
     For each unit, in this order: the kernel, the pull of the next unit, and in a backward the return of its gradients,
     which comes after that pull because messages keep their order.
@@ -171,21 +171,21 @@ def run_units(
 
 
 class UnitPipeline:
-    """Work of one pass in its lanes, and the markers that order it.
+    """Work of one pass on its streams, and the markers that order it.
 
-    Lanes "even" and "odd" run the kernels of alternate sections, and lane "pull" brings the K/V. In a backward, lanes
-    "begin" and "end" run the small kernels before and after the kernel of a unit. All lanes but "even" and "odd" are
-    urgent: otherwise their work would queue behind all tiles of the next unit.
+    Streams "even" and "odd" run the kernels of alternate sections, and stream "pull" brings the K/V. In a backward,
+    streams "begin" and "end" run the small kernels before and after the kernel of a unit. All streams but "even" and
+    "odd" are urgent: otherwise their work would queue behind all tiles of the next unit.
 
     Attributes:
         start: the point at which the call began.
         arrived: arrival of the K/V that were pulled last.
         computed: by unit: end of its kernel.
-        last_in_lane: by lane: end of its last kernel.
+        last_on_stream: by stream: end of its last kernel.
         returns: by transfer: end of the return of its gradients.
         section_ends: by section of a backward: its gradients have been returned, and its dQ has been cast unless it is
             one of the last two sections.
-        dq_casts: of the last two sections: the dQ has been cast. This is done in lanes "even" and "odd" instead of
+        dq_casts: of the last two sections: the dQ has been cast. This is done on streams "even" and "odd" instead of
             "end", because no other section waits for it.
     """
 
@@ -196,7 +196,7 @@ class UnitPipeline:
         self.start, self.arrived, self.in_order = start, arrived, in_order
         self.to_pull = iter(kernels.sizes.travelling[1:])
         self.computed: list[Marker] = []
-        self.last_in_lane: dict[str, Marker] = {}
+        self.last_on_stream: dict[str, Marker] = {}
         self.returns: list[Marker] = []
         self.section_ends: dict[int, Marker] = {}
         self.dq_casts: list[Marker] = []
@@ -221,17 +221,19 @@ class UnitPipeline:
             if unit.block == 0:
                 freed = [self.section_ends[unit.section - 2]] if unit.section > 1 else []
                 after = [self.start, *queries, *freed]
-                needed.append(self.areas.run_in_lane("begin", partial(kernels.begin, unit.section), after, urgent=True))
+                needed.append(
+                    self.areas.run_on_stream("begin", partial(kernels.begin, unit.section), after, urgent=True)
+                )
             needed += kernels.gradient_return.freed(index, self.returns)
         return needed
 
     def compute(self, index: int, unit: Unit, needed: list[Marker]) -> None:
-        """Launch the kernel of a unit in the lane of its section."""
-        lane = _lane_of(unit)
+        """Launch the kernel of a unit on the stream of its section."""
+        stream = _stream_of(unit)
         after = [self.start, *(self.computed[-1:] if self.in_order else [])]
-        end = self.areas.run_in_lane(lane, partial(self.kernels.compute, index, *needed), after)
+        end = self.areas.run_on_stream(stream, partial(self.kernels.compute, index, *needed), after)
         self.computed.append(end)
-        self.last_in_lane[lane] = end
+        self.last_on_stream[stream] = end
         self.reach(end, "for {}", self.kernels.sizes.name(unit))
 
     def pull_next(self) -> None:
@@ -245,13 +247,13 @@ class UnitPipeline:
         final, last_section = unit.block == len(kernels.sizes.blocks) - 1, len(kernels.sizes.heads) - 1
         cast_here = unit.section >= last_section - 1
         finish = kernels.finish if final and not cast_here else kernels.return_gradients
-        end = self.areas.run_in_lane("end", partial(finish, index), self.computed[-1:], urgent=True)
+        end = self.areas.run_on_stream("end", partial(finish, index), self.computed[-1:], urgent=True)
         self.returns.append(end)
         self.reach(end, "for the gradients of {}", kernels.sizes.name(unit))
         if final:
             self.section_ends[unit.section] = end
             if cast_here:
-                cast = self.areas.run_in_lane(_lane_of(unit), partial(kernels.finish_queries, unit.section), [])
+                cast = self.areas.run_on_stream(_stream_of(unit), partial(kernels.finish_queries, unit.section), [])
                 self.dq_casts.append(cast)
 
     def join(self, pulled: Marker) -> None:
@@ -260,16 +262,16 @@ class UnitPipeline:
             self.reach(pulled, "for all ranks to have their keys")
         markers = [pulled]
         if isinstance(self.kernels, BackwardUnits):
-            # dQ and the statistics were allocated in lane "begin" and are freed on return. Torch may then give their
-            # memory to later work of that lane, so the lane waits for the last work that uses them.
+            # dQ and the statistics were allocated on stream "begin" and are freed on return. Torch may then give their
+            # memory to later work of that stream, so the stream waits for the last work that uses them.
             after = [*self.dq_casts, *self.returns[-1:]]
-            markers.append(self.areas.run_in_lane("begin", _do_nothing, after, urgent=True))
-        self.areas.wait(*(self.dq_casts or self.last_in_lane.values()))
+            markers.append(self.areas.run_on_stream("begin", _do_nothing, after, urgent=True))
+        self.areas.wait(*(self.dq_casts or self.last_on_stream.values()))
         with waiting(self.gathered.device):
             self.areas.wait(*markers)
 
 
-def _lane_of(unit: Unit) -> str:
+def _stream_of(unit: Unit) -> str:
     return "odd" if unit.section % 2 else "even"
 
 
@@ -278,4 +280,4 @@ def _reach(watched: CallInFlight | Unwatched, *arguments: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Do nothing: work for a lane that only waits."""
+    """Do nothing: work for a stream that only waits."""

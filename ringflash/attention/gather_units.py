@@ -1,6 +1,6 @@
 """Kernels of a call that gathers K/V by heads, by unit: a section of heads over a block of keys.
 
-`gather_by_heads` decides their order and lanes, and what each launch waits for.
+`gather_by_heads` decides their order and streams, and what each launch waits for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringflash.comm.call_numbers import NO_NUMBER, CallNumber
 from ringflash.comm.profiling import profiler_range
 from ringflash.comm.transport import buffer
 from ringflash.comm.transport.areas import GroupAreas
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.gpu_areas import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import BackwardPass, begin_checked_backward, kernels_of
 
@@ -34,7 +34,7 @@ class GatherCall:
         areas: memory areas of the group.
         impl: kernel implementation, chosen and checked.
         number: number of the call in its group.
-        rounded: K and V travel as records in FP8; all segments of `blocks` are whole records.
+        fp8: K and V travel as records in FP8; all segments of `blocks` are whole records.
         queries_arrived: markers for which a kernel must wait before it reads q, and in a backward dout and out.
     """
 
@@ -44,7 +44,7 @@ class GatherCall:
     softmax_scale: float
     deterministic: bool
     number: CallNumber = NO_NUMBER
-    rounded: bool = False
+    fp8: bool = False
     queries_arrived: tuple[Marker, ...] = ()
 
 
@@ -56,7 +56,7 @@ class UnitKernels:
         gathered: K/V of the pass.
         q: (batch, seqlen_local, num_heads, head_dim).
     Attributes:
-        seen: indices of the blocks with keys that this rank sees; only units of these blocks have a kernel.
+        visible_blocks: indices of the blocks with keys that this rank sees; only units of these blocks have a kernel.
     """
 
     pass_name = ""
@@ -64,10 +64,10 @@ class UnitKernels:
     def __init__(self, call: GatherCall, gathered: GatheredKV, q: Tensor) -> None:
         self.call, self.gathered, self.sizes = call, gathered, gathered.sizes
         self.q = self.sizes.by_section(q, 2)
-        self.seen = [index for index, block in enumerate(call.blocks) if block.mask.regions]
+        self.visible_blocks = [index for index, block in enumerate(call.blocks) if block.mask.regions]
 
     def compute(self, index: int, *needed: Marker) -> None:
-        """Launch the kernel of a unit on the current lane, after its K/V have arrived.
+        """Launch the kernel of a unit on the current stream, after its K/V have arrived.
 
         Args:
             needed: markers of the arrival of K/V, and in a backward of the end of `begin`.
@@ -76,12 +76,12 @@ class UnitKernels:
         self.prepare(unit)
         with waiting(self.gathered.device):
             self.call.areas.wait(*needed)
-        if unit.block in self.seen:
+        if unit.block in self.visible_blocks:
             with profiler_range(f"ringflash::{self.pass_name}_section{unit.section}"):
                 self._launch(index, unit)
 
     def prepare(self, unit: Unit) -> None:
-        """Launch, in the current lane, work for the kernel of a unit that does not need its K/V."""
+        """Launch, on the current stream, work for the kernel of a unit that does not need its K/V."""
 
     def _launch(self, index: int, unit: Unit) -> None:
         raise NotImplementedError
@@ -103,7 +103,7 @@ class ForwardUnits(UnitKernels):
         self.row_max = None if row_max is None else self.sizes.by_section(row_max, 1)
         self.kernel, self.queries = kernels_of(call.impl), dict[int, object]()  # by section, until its last kernel
         self.forward = self.sizes.kv_format.forward_kernel(self.kernel)
-        single = len(self.seen) == 1 or q.dtype == lse.dtype
+        single = len(self.visible_blocks) == 1 or q.dtype == lse.dtype
         self.carried = [] if single else self._states(out.shape, lse.dtype)
 
     def prepare(self, unit: Unit) -> None:
@@ -114,7 +114,7 @@ class ForwardUnits(UnitKernels):
             self.queries[unit.section] = self.sizes.kv_format.pack_queries(self.q[unit.section], self.kernel)
 
     def _launch(self, index: int, unit: Unit) -> None:
-        section, out, last = unit.section, self.out[unit.section], unit.block == self.seen[-1]
+        section, out, last = unit.section, self.out[unit.section], unit.block == self.visible_blocks[-1]
         carried = self.carried[section] if self.carried else out
         queries = self.queries.pop(section) if last else self.queries[section]
         with_row_max = {} if self.row_max is None else {"row_max": self.row_max[section]}
@@ -122,7 +122,7 @@ class ForwardUnits(UnitKernels):
         self.forward(
             queries, *keys_values, mask, self.call.softmax_scale,
             out=out if last else carried, lse=self.lse[section],
-            acc=None if unit.block == self.seen[0] else carried, **with_row_max,
+            acc=None if unit.block == self.visible_blocks[0] else carried, **with_row_max,
         )  # fmt: skip
 
     def _states(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -170,7 +170,7 @@ class BackwardUnits(UnitKernels):
     def begin(self, section: int) -> None:
         """Compute the row sums of dO and O, make zeros for dQ, and with FP8 round the queries and dO.
 
-        All memory of a section is allocated here, on the stream of lane "begin". Once it is freed, torch may give it to
+        All memory of a section is allocated here, on the stream "begin". Once it is freed, torch may give it to
         later work of that stream, so the next `begin` that frees it first waits for the section's end.
         """
         call, parity = self.call, section % 2
@@ -179,7 +179,7 @@ class BackwardUnits(UnitKernels):
             self.dout[section], self.q[section], self.out[section], self.lse[section], impl=call.impl,
             num_kv_heads=self.sizes.heads[section], softmax_scale=call.softmax_scale, dlse=self.dlse[section],
             deterministic=call.deterministic, row_max=self.row_max[section],
-            num_keys=sum(call.blocks[block].mask.seqlen_k for block in self.seen),
+            num_keys=sum(call.blocks[block].mask.seqlen_k for block in self.visible_blocks),
         )  # fmt: skip
 
     def _launch(self, index: int, unit: Unit) -> None:

@@ -1,7 +1,7 @@
 """Memory of an all-gather by heads: gathered K/V on every rank.
 
-`HeadGather` makes a `GatheredKV` and a `GradientReturn` (`gradient_return.py`) for each mask and shape. They list every
-copy or message of a call once (`transfers.py` says which rows), and later calls only replay these lists.
+`GatherAttention` makes a `GatheredKV` and a `GradientReturn` (`gradient_return.py`) for each mask and shape. They
+list every copy or message of a call once (`transfers.py` says which rows), and later calls only replay these lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ringflash.attention.sections import GatherSizes, Unit, buffer_sizes
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, CallWords, call_word_of
 from ringflash.comm.transport.areas import BEGIN, PUBLISHED, PULLED, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.gpu_areas import Marker
 from ringflash_kernels.api import publish, publish_records
 
 
@@ -124,7 +124,7 @@ class GatheredKV:
         own: (elements,), K/V in this rank's area, dtype of the format.
         words: numbers of this call on this rank and on the owners.
         keys_values: by unit: K and V, each (batch, keys of the block, heads of the section, head_dim), or the records.
-        transfers: by unit: function that brings its K/V, to be run in a lane.
+        transfers: by unit: function that brings its K/V, to be run on a stream.
         head_offsets: (num_kv_heads, 2), int64: first element of each head in the area, and stride of its lines.
         line_map: (lines,), int32: line of the area to which each of this rank's lines is written.
         records: with FP8, for each of `sizes.published`: (batch, lines, heads), int64, indices of records in the area.
@@ -159,7 +159,7 @@ class GatheredKV:
             num_heads: heads of q.
             kv_format: default: K and V as they are.
         """
-        kv_format = kv_format or KVFormat.of(k, k, rounded=False, for_backward=False)
+        kv_format = kv_format or KVFormat.of(k, k, fp8=False, for_backward=False)
         batch, rows, num_kv_heads, _ = k.shape
         shape = KVShape(batch, rows, num_kv_heads, sum(kv_format.head_dims) // 2)
         sizes = PassSizes(blocks, heads, shape, num_heads // num_kv_heads, kv_format)
@@ -180,7 +180,7 @@ class GatheredKV:
             for unit, target in zip(sizes.units, targets, strict=True)
         ]
         head_offsets, line_map = _head_offsets(sizes).to(k.device), _line_map(sizes, areas.rank).to(k.device)
-        records = _records(sizes, head_offsets, line_map) if kv_format.rounded else []
+        records = _records(sizes, head_offsets, line_map) if kv_format.fp8 else []
         keys_values = [kv_format.unpack(target) for target in targets]
         return cls(sizes, areas, own.flat, words, keys_values, unit_transfers, head_offsets, line_map, records)
 
@@ -190,11 +190,11 @@ class GatheredKV:
         return self.own.device
 
     @property
-    def begins_in_lane(self) -> bool:
-        """True if the barrier BEGIN is in the lane of the pulls, False if it is on the caller's stream, before kernels.
+    def begins_on_pull_stream(self) -> bool:
+        """True if the barrier BEGIN is on the stream of the pulls, False if on the caller's stream, before kernels.
 
         In a call of several blocks, the first kernels need only the rank's own keys and wait for no pull. They may hold
-        all SMs, for which the barrier, a kernel as well, would wait in another lane.
+        all SMs, for which the barrier, a kernel as well, would wait on another stream.
         """
         return len(self.sizes.blocks) == 1
 
@@ -210,7 +210,7 @@ class GatheredKV:
         """
         self.areas.run(self.words.write, number, commands=self.words.write_commands)
         self._publish(k, v, impl, 0)
-        if not self.begins_in_lane:
+        if not self.begins_on_pull_stream:
             self.areas.barrier(BEGIN)
         start = self.areas.mark()
         arrived = self.pull(self.sizes.travelling[0], start, [])
@@ -224,7 +224,7 @@ class GatheredKV:
         """Write part `part` of `sizes.published` of this rank's K and V to its area."""
         heads, kv_format = self.sizes.published[part], self.sizes.kv_format
         k, v = k[:, :, heads], v[:, :, heads]
-        if kv_format.rounded:
+        if kv_format.fp8:
             publish_records(impl, k, v, self.own, self.records[part], for_backward=kv_format.for_backward)
         else:
             publish(impl, k, v, self.own, self.head_offsets[heads], self.line_map, self.sizes.area_lines)
@@ -243,11 +243,11 @@ class GatheredKV:
         used = [computed[self.sizes.travelling[before]]] if self.sizes.buffered and before >= 0 else []
 
         def move() -> None:
-            if transfer == 0 and self.begins_in_lane:
+            if transfer == 0 and self.begins_on_pull_stream:
                 self.areas.barrier(BEGIN)
             self.transfers[index]()
 
-        return self.areas.run_in_lane("pull", move, [start, *used], urgent=True)
+        return self.areas.run_on_stream("pull", move, [start, *used], urgent=True)
 
     def all_pulled(self, number: CallNumber) -> Marker:
         """Start the barrier after every rank's last pull. No kernel waits for it: kernels read only their own GPU.
@@ -262,10 +262,10 @@ class GatheredKV:
                 self.areas.run(self.words.send_to_host, on_host, commands=commands)
             self.areas.barrier(PULLED)
 
-        marker = self.areas.run_in_lane("pull", end, [], urgent=True)
+        marker = self.areas.run_on_stream("pull", end, [], urgent=True)
         if on_host is not None:
-            expect = partial(self.words.expect, self.areas.group, self.areas.members)
-            self.areas.run_on_host(expect, number, marker, on_host)
+            compare_later = partial(self.words.compare_later, self.areas.group, self.areas.members)
+            self.areas.run_on_host(compare_later, number, marker, on_host)
         return marker
 
 
@@ -335,7 +335,7 @@ def _incoming(
             source = None if of_peer is None else of_peer[unit.section][index, peer_lines]
             incoming.append(Incoming(sequence[line_slice(pull.row, pull.num_rows)], peer, source))
     if unit.section == 0:
-        owners = transfers.owners(block, rank)
+        owners = transfers.owner_ranks(block, rank)
         incoming += [Incoming(words.arrival_of(owner), owner, mapped[owner].number) for owner in owners]
         incoming.sort(key=lambda pull: transfers.nearest_first(pull.rank, rank))
     return incoming
@@ -349,7 +349,7 @@ def _outgoing(sizes: PassSizes, unit: Unit, own: Tensor, words: CallWords, rank:
         Outgoing(sequence[line_slice(row, num_rows)], peer) for peer, row, num_rows in sends for sequence in own
     ]
     if unit.section == 0:
-        outgoing += [Outgoing(words.own, reader) for reader in transfers.readers(block, rank)]
+        outgoing += [Outgoing(words.own, reader) for reader in transfers.reader_ranks(block, rank)]
     return outgoing
 
 

@@ -15,7 +15,7 @@ from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import Unit, buffer_sizes
 from ringflash.comm.transport.areas import FREE, READY, GroupAreas, Incoming, Outgoing
 from ringflash.comm.transport.buffers import buffer
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.gpu_areas import Marker
 from ringflash_kernels.api import collect, state_dtype
 
 
@@ -33,7 +33,7 @@ class GradientReturn:
         kernel_grads: by unit: dK and dV, each (batch, keys of the block, heads of the section, head_dim), fp32.
         sums: by transfer: this rank's own gradients, (batch, rows, heads, line), and the received gradients, which are
             added to them, (received rows, heads, line); both fp32.
-        transfers: by transfer: function that brings the gradients of this rank's keys, to be run in a lane.
+        transfers: by transfer: function that brings the gradients of this rank's keys, to be run on a stream.
         sources: by block: (4, rows), int32, rows at which `collect` finds the gradients of each of this rank's rows.
         max_readers: by block: largest number of other ranks that read one segment of this rank.
     """
@@ -153,7 +153,7 @@ def _map_areas(
     needed = tuple(row * sizes.blocks[unit.block].capacity * sizes.heads[unit.section] for unit in units)
     elements = list(buffer_sizes(needed, num_buffers))
     areas.reserve("dkv", sum(elements) * dtype.itemsize)
-    readers = {reader for block in sizes.blocks for reader in transfers.readers(block, areas.rank)}
+    readers = {reader for block in sizes.blocks for reader in transfers.reader_ranks(block, areas.rank)}
     mapped = {rank: areas.view("dkv", rank, (sum(elements),), dtype) for rank in {*readers, areas.rank}}
     return {rank: None if area is None else area.split(elements) for rank, area in mapped.items()}
 
@@ -176,7 +176,7 @@ def _unit_buffers(
     """Return the buffer of a unit on this rank and on its readers, (batch, rows, heads, line); None if not mapped."""
     block, heads = sizes.blocks[unit.block], (sizes.heads[unit.section],)
     leading = sizes.shape.batch, block.capacity
-    buffers = {peer: mapped[peer] for peer in (*transfers.readers(block, rank), rank)}
+    buffers = {peer: mapped[peer] for peer in (*transfers.reader_ranks(block, rank), rank)}
     return {
         peer: None if area is None else split_heads(area[index], leading, heads, (sizes.line,))[0]
         for peer, area in buffers.items()

@@ -22,7 +22,7 @@ from torch import Tensor
 from ringflash.comm.call_numbers import HEADER_BYTES, CallNumber, CallWords, call_word_of
 from ringflash.comm.transport import GroupAreas, Transport, buffer
 from ringflash.comm.transport.areas import BEGIN, Incoming, Outgoing
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.gpu_areas import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash.comm.watchdog import CallInFlight, Unwatched, watching
 from ringflash.sequence.layout import chunks_of_rank
@@ -87,11 +87,11 @@ class HeadExchange:
         all_to_all.fill(*first, *rest)
         with watching(self.transport, self.pass_name, device) as watched, waiting(device):
             self._move(all_to_all, watched)
-            arrived = areas.run_in_lane("pull", all_to_all.transfers[1], [], urgent=True)
+            arrived = areas.run_on_stream("pull", all_to_all.transfers[1], [], urgent=True)
             on_host = words.for_host(self.number)
             if on_host is not None:
                 words.send_to_host(on_host)
-                words.expect(areas.group, self.members, self.number, areas.mark(), on_host)
+                words.compare_later(areas.group, self.members, self.number, areas.mark(), on_host)
         tensors = all_to_all.received_tensors()
         return tensors[: len(first)], tensors[len(first) :], arrived
 
@@ -106,13 +106,13 @@ class HeadExchange:
         return all_to_all.received_tensors()
 
     def _move(self, all_to_all: AllToAll, watched: CallInFlight | Unwatched) -> None:
-        """Run the barrier and the first transfer in a lane, because batched copies need one, and wait for them."""
+        """Run the barrier and the first transfer on another stream, as batched copies need, and wait for them."""
 
         def move() -> None:
             self.areas.barrier(BEGIN)
             all_to_all.transfers[0]()
 
-        moved = self.areas.run_in_lane("pull", move, [self.areas.mark()], urgent=True)
+        moved = self.areas.run_on_stream("pull", move, [self.areas.mark()], urgent=True)
         watched.reach(moved, "for {} of the ranks {} of its host", all_to_all.area, self.members)
         self.areas.wait(moved)
 

@@ -23,7 +23,7 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def differentiate_alike(*tensors: Tensor) -> tuple[Tensor, ...]:
+def require_grad_together(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Make all tensors require grad if one of them does, for partly frozen models such as LoRA on q and v only.
 
     The ring differentiates with respect to q, k and v together or not at all. Gradients of a tensor that did not
@@ -152,17 +152,17 @@ class CallShape(NamedTuple):
         return self._replace(num_heads=self.num_heads // num_gpus, kv=kv)
 
 
-def make_addressable(x: Tensor) -> Tensor:
+def align_for_kernels(x: Tensor) -> Tensor:
     """Return x if kernels can read it: unit stride along head_dim, others multiples of 16 bytes. Otherwise copy it."""
     if x.dim() != 4:
         return x  # `check_inputs` raises later
-    if x.data_ptr() % 16 == 0 and _are_addressable(x.shape, x.stride(), x.dtype.itemsize):
+    if x.data_ptr() % 16 == 0 and _are_aligned(x.shape, x.stride(), x.dtype.itemsize):
         return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() does not copy a contiguous view
 
 
 @lru_cache(maxsize=256)
-def _are_addressable(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+def _are_aligned(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Return True if kernels can read a tensor with these strides."""
     outer = zip(strides[:3], shape, strict=False)
     return strides[3] == 1 and all(size <= 1 or (stride > 0 and stride * itemsize % 16 == 0) for stride, size in outer)

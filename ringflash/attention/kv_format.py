@@ -21,7 +21,7 @@ class KVFormat:
     Owners make the records of their keys. So other ranks receive half the bytes, and all ranks read the same bits.
 
     Args:
-        rounded: lines are records.
+        fp8: lines are records.
         for_backward: records are for a backward, which needs V in another order.
         keys_per_line: 1 or 128.
         line_shape: (head_dim of k + head_dim of v,), or (bytes of a record,).
@@ -29,7 +29,7 @@ class KVFormat:
         head_dims: head_dim of k and of v.
     """
 
-    rounded: bool
+    fp8: bool
     for_backward: bool
     keys_per_line: int
     line_shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class KVFormat:
     head_dims: tuple[int, int]
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, *, rounded: bool, for_backward: bool) -> KVFormat:
+    def of(cls, k: Tensor, v: Tensor, *, fp8: bool, for_backward: bool) -> KVFormat:
         """Return the format of these k and v: (batch, seqlen, num_kv_heads, head_dim)."""
         head_dims = k.shape[3], v.shape[3]
-        if rounded:
+        if fp8:
             return cls(True, for_backward, KEYS_OF_RECORD, (record_bytes(k.shape[3]),), torch.uint8, head_dims)
         return cls(False, for_backward, 1, (sum(head_dims),), k.dtype, head_dims)
 
@@ -55,16 +55,16 @@ class KVFormat:
 
     def unpack(self, lines: Tensor) -> tuple[Tensor, ...]:
         """Return the arguments that kernels take for these lines: views as k and v, or the records."""
-        return (lines,) if self.rounded else lines.split(self.head_dims, 3)
+        return (lines,) if self.fp8 else lines.split(self.head_dims, 3)
 
     def pack_queries(self, q: Tensor, kernel: ModuleType) -> object:
         """Return q as `forward_kernel` takes it: itself, or rounded."""
-        return kernel.quantise_q(q) if self.rounded else q
+        return kernel.quantise_q(q) if self.fp8 else q
 
     def forward_kernel(self, kernel: ModuleType) -> Callable[..., None]:
         """Return the forward of an implementation that takes the results of `pack_queries` and `unpack`."""
-        return kernel.forward_rows if self.rounded else kernel.forward
+        return kernel.forward_rows if self.fp8 else kernel.forward
 
     def backward_kernel(self, gradients: BackwardPass) -> Callable[..., None]:
         """Return the method of a backward pass that takes the results of `unpack`."""
-        return gradients.add_records if self.rounded else gradients.add
+        return gradients.add_records if self.fp8 else gradients.add

@@ -17,7 +17,7 @@ class Algorithm(StrEnum):
     BY_HOST = "by_host"  # an all-to-all of heads in each host, around GATHER between hosts
 
 
-HEAD_EXCHANGES = Algorithm.BY_HOST, Algorithm.ULYSSES  # the argument `transport` takes their names, too
+ULYSSES_ALGORITHMS = Algorithm.BY_HOST, Algorithm.ULYSSES  # the argument `transport` takes their names, too
 
 
 class CallOptions(NamedTuple):

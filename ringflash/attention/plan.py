@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringflash.attention import schedule
-from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallInputs, CallShape, check_call, make_addressable
+from ringflash.attention.gather_by_heads import GatherAttention
+from ringflash.attention.inputs import CallInputs, CallShape, align_for_kernels, check_call
 from ringflash.attention.local_attention import LocalAttention
-from ringflash.attention.options import HEAD_EXCHANGES, Algorithm, CallOptions
+from ringflash.attention.options import ULYSSES_ALGORITHMS, Algorithm, CallOptions
 from ringflash.attention.schedule import KeyBlock
 from ringflash.attention.sections import GatherSizes, choose_blocks
-from ringflash.attention.ulysses import Ulysses, check_heads, shared_kv_heads
+from ringflash.attention.ulysses import Ulysses, check_heads, kv_heads_by_rank
 from ringflash.comm import cuda_graphs
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.group import HostSplit, known_split, store_of
@@ -34,12 +34,12 @@ from ringflash.comm.transport import (
     Transport,
     Undecided,
     choose_transport,
+    group_transport,
     message_transport,
     open_exchange_areas,
     open_gather_areas,
     open_transport,
     transport_name,
-    whole_transport,
 )
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS
 from ringflash.sequence.mask import SequenceMask
@@ -64,7 +64,7 @@ def plan_of(call: CallInputs) -> tuple[CallPlan, CallInputs]:
     """
     plan = _cached_plan(call)
     if plan is None:
-        q, k, v = (make_addressable(x) for x in (call.q, call.k, call.v))
+        q, k, v = (align_for_kernels(x) for x in (call.q, call.k, call.v))
         call = call._replace(q=q, k=k, v=v)
         plan = _cached_plan(call)
     if plan is None:
@@ -143,12 +143,12 @@ def _choose_algorithm(
         NotImplementedError: the group, the device or the layout does not support it.
     """
     name, group = options.transport, options.group
-    if name not in ("auto", *TRANSPORTS, *HEAD_EXCHANGES):
+    if name not in ("auto", *TRANSPORTS, *ULYSSES_ALGORITHMS):
         raise ValueError(
-            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, HEAD_EXCHANGES))}, got {name!r}; "
+            f"transport must be 'auto' or one of {(*TRANSPORTS, *map(str, ULYSSES_ALGORITHMS))}, got {name!r}; "
             "'auto' takes what the GPUs' links allow."
         )
-    exchanges = name in HEAD_EXCHANGES
+    exchanges = name in ULYSSES_ALGORITHMS
     messages = message_transport(shape.device)
     transport = choose_transport(messages if exchanges else name, group, shape.device)
     if exchanges and group is not None:
@@ -197,7 +197,7 @@ def _check_exchange(algorithm: Algorithm, split: HostSplit | None, layout: str, 
 
 def split_of(algorithm: Algorithm | Undecided, group: dist.ProcessGroup | None) -> HostSplit | None:
     """Return the hosts within which an algorithm exchanges heads; None if it exchanges none or they are unknown."""
-    if group is None or algorithm not in HEAD_EXCHANGES:
+    if group is None or algorithm not in ULYSSES_ALGORITHMS:
         return None
     return HostSplit(1, group.size()) if algorithm is Algorithm.ULYSSES else known_split(group)
 
@@ -260,15 +260,15 @@ class CallPlan:
 
     def _plan_blocks(self, shape: CallShape) -> tuple[KeyBlock, ...]:
         layout, dtype = self.options.layout, self.travelling_dtype(shape.dtype)
-        steps = len(schedule.active_steps(self.mask, self.size_and_rank[0], layout))
+        num_distances = len(schedule.active_distances(self.mask, self.size_and_rank[0], layout))
         sizes = GatherSizes.of([self.all_keys], shape.kv, shape.num_heads, dtype)
-        of_blocks = choose_blocks(sizes, steps, self.transport)
+        of_blocks = choose_blocks(sizes, num_distances, self.transport)
         return schedule.plan_blocks(self.mask, *self.size_and_rank, layout, of_blocks, self.keys_per_line)
 
-    def open(self, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather | Ulysses:
+    def open(self, shape: CallShape, call: CallNumber) -> LocalAttention | GatherAttention | Ulysses:
         """Open the transport, a collective call, and return the algorithm that runs the call."""
         plan = self._decide(shape) if self.algorithm is UNDECIDED else self
-        if plan.algorithm in HEAD_EXCHANGES:
+        if plan.algorithm in ULYSSES_ALGORITHMS:
             return plan._open_ulysses(shape, call)
         return plan._open_ring(plan._open_transport(), shape, call)
 
@@ -286,7 +286,7 @@ class CallPlan:
         members = split.rail_of(self.options.size_and_rank[1])
         ring = Algorithm.LOCAL if transport is None else Algorithm.GATHER
         rail = replace(self, algorithm=ring, transport=transport, members=members)
-        kv_heads = shared_kv_heads(split.num_gpus, shape.num_heads, shape.kv.heads)
+        kv_heads = kv_heads_by_rank(split.num_gpus, shape.num_heads, shape.kv.heads)
         return rail, shape.on_host(split.num_gpus, len(kv_heads))
 
     def _decide(self, shape: CallShape) -> CallPlan:
@@ -300,7 +300,7 @@ class CallPlan:
         algorithm, reason = _algorithm_of_auto(name, self.options, shape)
         return replace(self, algorithm=algorithm, transport=name, transport_reason=reason)
 
-    def _open_ulysses(self, shape: CallShape, call: CallNumber) -> LocalAttention | HeadGather | Ulysses:
+    def _open_ulysses(self, shape: CallShape, call: CallNumber) -> LocalAttention | GatherAttention | Ulysses:
         """Open the areas of this rank's host and the transport of its rail, and return the algorithm over both.
 
         Raises:
@@ -316,7 +316,7 @@ class CallPlan:
             return rail._open_ring(rail._open_transport(), shape, call)
         areas = open_exchange_areas(group, split, shape.device)
         transport, members = rail._open_transport(), split.host_of(group.rank())
-        counted = whole_transport(areas if transport is None else transport)
+        counted = group_transport(areas if transport is None else transport)
         attention = rail._open_ring(transport, shape, call)
         return Ulysses(attention, areas, members, counted, self.options.layout, call)
 
@@ -327,7 +327,7 @@ class CallPlan:
 
     def _open_ring(
         self, transport: Transport | None, shape: CallShape, call: CallNumber
-    ) -> LocalAttention | HeadGather:
+    ) -> LocalAttention | GatherAttention:
         """Return the algorithm over an open transport, between `members` only; None for a single process."""
         if isinstance(transport, PointToPoint) and self.members:
             transport = transport.among(self.members)
@@ -335,8 +335,8 @@ class CallPlan:
         kernel_options = self.impl, options.scale, options.deterministic
         if transport is not None:
             areas = open_gather_areas(transport, shape.device) if isinstance(transport, PointToPoint) else transport
-            rounded = self.keys_per_line > 1
-            return HeadGather(self.key_blocks(shape), areas, *kernel_options, call, rounded)
+            fp8 = self.keys_per_line > 1
+            return GatherAttention(self.key_blocks(shape), areas, *kernel_options, call, fp8)
         own = schedule.plan_own_keys(self.mask, options.layout)
         cuda_graphs.keep_if_captured(own, shape.device)
         return LocalAttention(own, *kernel_options)
@@ -361,7 +361,7 @@ def _signature(q: Tensor, k: Tensor, plan: CallPlan) -> dict[str, object]:
         "causal": mask.causal,
         "window_size": list(mask.window_size),
         "softmax_scale": options.softmax_scale,
-        "cu_seqlens": None if mask.documents is None else mask.documents.digest,
+        "cu_seqlens": None if mask.documents is None else mask.documents.summary,
         "layout": options.layout,
         "impl": options.impl,
         "kernel": plan.impl,  # "auto" chooses by the packages of a rank

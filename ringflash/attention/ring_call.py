@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.attention.gather_by_heads import HeadGather
-from ringflash.attention.inputs import CallInputs, CallShape, make_addressable
+from ringflash.attention.gather_by_heads import GatherAttention
+from ringflash.attention.inputs import CallInputs, CallShape, align_for_kernels
 from ringflash.attention.local_attention import LocalAttention
 from ringflash.attention.plan import CallPlan, plan_of
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm import call_numbers, cuda_graphs
 from ringflash.comm.agreement import TrackedCall
 from ringflash.comm.call_numbers import NO_NUMBER
-from ringflash.comm.transport.lanes import current_stream
+from ringflash.comm.transport.gpu_areas import current_stream
 
 _locks: defaultdict[torch.device, Lock] = defaultdict(Lock)
 _last_streams: dict[torch.device, torch.cuda.Stream] = {}  # stream of the last call that sent
@@ -74,7 +74,7 @@ class RingCall:
         if self.error is None:
             try:
                 self._plan, call = plan_of(call)
-                others = tuple(map(make_addressable, others))
+                others = tuple(map(align_for_kernels, others))
             except Exception as error:  # for example an ImportError, if one host lacks a kernel's package
                 if self.group is None:
                     raise
@@ -87,7 +87,7 @@ class RingCall:
         assert self._plan is not None
         return self._plan
 
-    def start(self, shape: CallShape) -> LocalAttention | HeadGather | Ulysses:
+    def start(self, shape: CallShape) -> LocalAttention | GatherAttention | Ulysses:
         """Return the algorithm of a call that all ranks agreed on. Autocast is off from here to the end of the call."""
         enter = self._ends.enter_context
         if torch.is_inference_mode_enabled():  # buffers are reused, but inference tensors become read-only

@@ -38,19 +38,19 @@ def plan_own_keys(mask: SequenceMask, layout: str) -> Mask:
 
 
 @lru_cache(maxsize=64)
-def active_steps(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
+def active_distances(mask: SequenceMask, cp_size: int, layout: str) -> tuple[int, ...]:
     """Return the distances at which any rank sees a key, ascending; 0 is always one of them."""
     shards = _shards(mask, cp_size, layout)
     owned = sorted((chunk, rank) for rank, shard in enumerate(shards) for chunk in shard)
     starts = [chunk.start for chunk, _ in owned]
-    steps: set[int] = set()
+    active: set[int] = set()
     for chunk, rank in reversed(owned):  # under a causal mask the last chunk sees keys at all distances
         for first, stop in mask.visible_ranges(chunk.start, chunk.stop):
             for _, owner in owned[bisect_right(starts, first) - 1 : bisect_left(starts, stop)]:
-                steps.add((rank - owner) % cp_size)
-        if len(steps) == cp_size:
+                active.add((rank - owner) % cp_size)
+        if len(active) == cp_size:
             break
-    return tuple(sorted(steps))
+    return tuple(sorted(active))
 
 
 @lru_cache(maxsize=64)
@@ -160,13 +160,14 @@ def plan_blocks(
     A block covers the same ring distances on every rank, so all ranks send and receive at the same time.
 
     Args:
-        sizes: number of distances of each block, in the order of `active_steps`; the first of several blocks has one.
+        sizes: number of distances of each block, in the order of `active_distances`; the first of several blocks has
+            one.
         multiple: as `plan_single_block`.
     """
     if len(sizes) == 1:
         return (plan_single_block(mask, cp_size, cp_rank, layout, multiple),)
-    steps = active_steps(mask, cp_size, layout)
-    assert sizes[0] == 1 and sum(sizes) == len(steps)
+    active = active_distances(mask, cp_size, layout)
+    assert sizes[0] == 1 and sum(sizes) == len(active)
     shards, whole = _shards(mask, cp_size, layout), plan_single_block(mask, cp_size, cp_rank, layout, multiple)
     seen = [_visible_keys(mask, shard, layout, multiple) for shard in shards]
     segments = list(_segments(shards, seen))
@@ -174,7 +175,7 @@ def plan_blocks(
     for owner, segment in segments:
         owned[owner].append(segment)
     blocks, ends = [], [0, *accumulate(sizes)]
-    for distances in (steps[first:stop] for first, stop in pairwise(ends)):
+    for distances in (active[first:stop] for first, stop in pairwise(ends)):
         of_block = {}
         for rank in sorted({cp_rank, *((cp_rank + distance) % cp_size for distance in distances)}):
             keys = sorted(chunk for distance in distances for chunk in owned[(rank - distance) % cp_size])

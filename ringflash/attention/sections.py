@@ -1,7 +1,7 @@
 """Sections and blocks of an all-gather by heads: how many KV heads, and keys of how many ranks, are gathered at a time.
 
-`CallPlan` and `HeadGather` call it. Pure Python, with the same result on every rank; the constants were tuned on H200s
-(docs/performance.md).
+`CallPlan` and `GatherAttention` call it. Pure Python, with the same result on every rank; the constants were tuned on
+H200s (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_UNBUFFERED_KV_BYTES = 2 * GIB  # up to this size the K/V of all heads are ga
 MIN_SECTION_PAIRS = 1 << 18  # query heads * keys of a section: below it, the host takes longer than the GPU
 _MIN_HALVED_WORK = 1 << 30  # query heads * queries * keys of a call that is halved even below MIN_SECTION_PAIRS
 MAX_GATHER_BYTES = 12 * GIB  # buffers of a call of one block: a call that needs more is cut into blocks
-MAX_BLOCK_STEPS = 8  # over NCCL, ranks whose keys are one block: for more, several blocks need fewer messages
+MAX_BLOCK_DISTANCES = 8  # over NCCL, ranks whose keys are one block: for more, several blocks need fewer messages
 BLOCK_BYTES = 512 * MIB  # largest buffer of gradients of a unit, in a call of several blocks
 STATE_BYTES = 256 * MIB  # largest fp32 output of a section, in a call of several blocks
 MIN_UNIT_WORK = 1 << 35  # heads * visible pairs * head_dim of a unit: below it, the host takes longer than the GPU
@@ -37,9 +37,9 @@ PUBLISHED_BYTES = 64 * MIB  # size of own K/V whose writing takes longer than th
 _PULL_QUERY_ROWS = 3000  # number of query rows whose kernel takes as long as the pull of the keys that they see
 # Returns of gradients that a backward kernel hides, divided by the pulls that a forward kernel hides. A backward takes
 # 2.6 times as long, and gradients in fp32 are twice the bytes; barriers reduce the quotient from 1.3 to 0.8.
-_RETURN_SHARE = 0.8
-_EXPOSED_SHARE = 0.025  # part of a forward that the first pull may take; if it takes more, there is one more section
-_SHORT_EXPOSED_SHARE = 0.05  # the same for short calls, in which the host takes longer for a section
+_BACKWARD_OVERLAP = 0.8
+_MAX_EXPOSED = 0.025  # part of a forward that the first pull may take; if it takes more, there is one more section
+_MAX_EXPOSED_SHORT = 0.05  # the same for short calls, in which the host takes longer for a section
 
 
 class Sections(NamedTuple):
@@ -87,49 +87,49 @@ def choose_sections(sizes: GatherSizes, num_blocks: int = 1, transport: str | Un
     if num_blocks > 1:
         return Sections(*[_equal_parts(num_kv_heads, _block_heads(sizes))] * 2)
     min_heads = max(1, -(-MIN_SECTION_PAIRS // (sharing * batch * keys)))
-    hidden_pulls = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
+    overlap_ratio = max(1.0, sharing * rows / _PULL_QUERY_ROWS)  # KV heads whose pull the kernel of one KV head hides
     if min_heads >= num_kv_heads:
         too_small = num_kv_heads == 1 or batch * num_heads * rows * keys < _MIN_HALVED_WORK
         # In MHA over NCCL there would be many sections, whose messages take SMs.
-        if too_small or (transport == "nccl" and hidden_pulls < 2):
+        if too_small or (transport == "nccl" and overlap_ratio < 2):
             return Sections((num_kv_heads,), (num_kv_heads,))
         min_heads = -(-num_kv_heads // 2)
     head = 2 * batch * keys * head_dim  # elements of K and V of one KV head
     max_heads = num_kv_heads if fits_unbuffered(sizes) else max(min_heads, BUFFER_BYTES // (head * dtype.itemsize))
     is_long = batch * num_heads * rows * keys * head_dim >= _LONG_CALL_WORK
-    exposed_share = _EXPOSED_SHARE if is_long else _SHORT_EXPOSED_SHARE
-    forward = _forward_sections(num_kv_heads, hidden_pulls, max_heads, exposed_share)
+    max_exposed = _MAX_EXPOSED if is_long else _MAX_EXPOSED_SHORT
+    forward = _forward_sections(num_kv_heads, overlap_ratio, max_heads, max_exposed)
     max_heads = max(min_heads, BUFFER_BYTES // (head * state_dtype(dtype).itemsize))
     if not is_long:
-        return Sections(forward, _short_backward_sections(num_kv_heads, hidden_pulls, min_heads, max_heads))
-    return Sections(forward, _backward_sections(num_kv_heads, hidden_pulls, max_heads))
+        return Sections(forward, _short_backward_sections(num_kv_heads, overlap_ratio, min_heads, max_heads))
+    return Sections(forward, _backward_sections(num_kv_heads, overlap_ratio, max_heads))
 
 
-def choose_blocks(sizes: GatherSizes, num_steps: int, transport: str | Undecided | None) -> tuple[int, ...]:
+def choose_blocks(sizes: GatherSizes, num_distances: int, transport: str | Undecided | None) -> tuple[int, ...]:
     """Return how many ring distances each block of keys has: the argument `sizes` of `schedule.plan_blocks`.
 
     One block needs the fewest launches. A call has several if the buffers of one would exceed MAX_GATHER_BYTES. Long
-    calls have several in two more cases: over NCCL with more than MAX_BLOCK_STEPS distances, to save messages, and with
-    a single KV head, because no other section could hide its keys and gradients.
+    calls have several in two more cases: over NCCL with more than MAX_BLOCK_DISTANCES distances, to save messages,
+    and with a single KV head, because no other section could hide its keys and gradients.
 
     The first of several blocks is the rank's own keys, which need no transfer. The next ones and the last ones are
     small, since little hides their keys and their gradients.
 
     Args:
-        num_steps: number of distances at which any rank sees keys (`schedule.active_steps`).
+        num_distances: number of distances at which any rank sees keys (`schedule.active_distances`).
         transport: "nccl" or another.
     """
     (batch, rows, num_kv_heads, head_dim), dtype = sizes.kv, sizes.dtype
     work = batch * sizes.num_heads * sizes.pairs * head_dim
-    single_head, many_messages = num_kv_heads == 1, transport == "nccl" and num_steps > MAX_BLOCK_STEPS
+    single_head, many_messages = num_kv_heads == 1, transport == "nccl" and num_distances > MAX_BLOCK_DISTANCES
     too_large = gather_bytes(sizes) > MAX_GATHER_BYTES
     worth_cutting = too_large or ((single_head or many_messages) and work >= 4 * MIN_UNIT_WORK)
-    if num_steps == 1 or not worth_cutting:
-        return (num_steps,)
+    if num_distances == 1 or not worth_cutting:
+        return (num_distances,)
     heads = _block_heads(sizes)
     shard_bytes = 2 * batch * rows * heads * head_dim * state_dtype(dtype).itemsize  # gradients of one distance
-    num_sections, others = -(-num_kv_heads // heads), num_steps - 1
-    min_size = -(-MIN_UNIT_WORK * num_steps * num_sections // work)  # distances of a unit with enough work
+    num_sections, others = -(-num_kv_heads // heads), num_distances - 1
+    min_size = -(-MIN_UNIT_WORK * num_distances * num_sections // work)  # distances of a unit with enough work
     return 1, *_block_sizes(others, max(min_size, others // 64), max(1, min_size, BLOCK_BYTES // shard_bytes))
 
 
@@ -230,41 +230,41 @@ def gather_bytes(sizes: GatherSizes) -> int:
 
 
 @lru_cache(maxsize=64)
-def _forward_sections(num_heads: int, hidden_pulls: float, max_heads: int, exposed_share: float) -> tuple[int, ...]:
+def _forward_sections(num_heads: int, overlap_ratio: float, max_heads: int, max_exposed: float) -> tuple[int, ...]:
     """Divide KV heads into few sections, each small enough that the kernel of the previous one hides its pull.
 
     Args:
         max_heads: heads of a section, at most.
-        hidden_pulls: KV heads whose pull the kernel of one KV head hides.
-        exposed_share: part of the forward that the first pull may take.
+        overlap_ratio: KV heads whose pull the kernel of one KV head hides.
+        max_exposed: part of the forward that the first pull may take.
     """
     for count in range(2, 5):
-        first = math.ceil(num_heads / sum(hidden_pulls**power for power in range(count)))
-        if first <= exposed_share * num_heads * hidden_pulls:
+        first = math.ceil(num_heads / sum(overlap_ratio**power for power in range(count)))
+        if first <= max_exposed * num_heads * overlap_ratio:
             break
     heads: list[int] = []
     following = first
     while sum(heads) < num_heads:
         heads.append(min(following, max_heads, num_heads - sum(heads)))
-        following = math.floor(heads[-1] * hidden_pulls)
+        following = math.floor(heads[-1] * overlap_ratio)
     return tuple(heads)
 
 
-def _backward_sections(num_heads: int, hidden_pulls: float, max_heads: int) -> tuple[int, ...]:
+def _backward_sections(num_heads: int, overlap_ratio: float, max_heads: int) -> tuple[int, ...]:
     """Divide KV heads for a backward: a small first section, and shrinking last ones that hide the previous return.
 
     Args: as `_forward_sections`.
     """
     first = math.ceil(min(num_heads / 16, max_heads))
     last = [first][: num_heads - first]
-    grown = math.floor(first * hidden_pulls * _RETURN_SHARE)
+    grown = math.floor(first * overlap_ratio * _BACKWARD_OVERLAP)
     while last and last[0] < grown < max_heads and first + sum(last) + grown <= num_heads:
         last.insert(0, grown)
-        grown = math.floor(grown * hidden_pulls * _RETURN_SHARE)
+        grown = math.floor(grown * overlap_ratio * _BACKWARD_OVERLAP)
     return first, *_equal_parts(num_heads - first - sum(last), max_heads), *last
 
 
-def _short_backward_sections(num_heads: int, hidden_pulls: float, min_heads: int, max_heads: int) -> tuple[int, ...]:
+def _short_backward_sections(num_heads: int, overlap_ratio: float, min_heads: int, max_heads: int) -> tuple[int, ...]:
     """Divide KV heads for the backward of a short call into equal parts.
 
     The last of two is smaller, if its kernel still hides the return of the first one's gradients.
@@ -272,7 +272,7 @@ def _short_backward_sections(num_heads: int, hidden_pulls: float, min_heads: int
     Args: as `_forward_sections`; min_heads: heads of a part, at least.
     """
     parts = _equal_parts(num_heads, min_heads)
-    last = math.ceil(max(num_heads / 4, num_heads / (1 + hidden_pulls * _RETURN_SHARE)))
+    last = math.ceil(max(num_heads / 4, num_heads / (1 + overlap_ratio * _BACKWARD_OVERLAP)))
     if len(parts) == 2 and last < parts[1] and num_heads - last <= max_heads:
         return num_heads - last, last
     return parts

@@ -28,7 +28,7 @@ def mask_between(
 def joined_regions(mask: SequenceMask, q_shard: tuple[Chunk, ...], k_shard: tuple[Chunk, ...]) -> tuple[Region, ...]:
     """Regions of two shards, joined into fewer and larger ones if possible."""
     lower, upper = mask.band
-    plain = mask.documents is None or mask.documents.are_plain
+    plain = mask.documents is None or mask.documents.is_plain
     if q_shard == k_shard and lower is None and upper in (None, 0) and plain:
         return tuple(_own_documents(mask, q_shard, upper))
     regions = sorted(visible_regions(mask, q_shard, k_shard))

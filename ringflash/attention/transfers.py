@@ -69,12 +69,12 @@ def key_sends(block: KeyBlock, rank: int, *, buffered: bool) -> list[Send]:
     return sends
 
 
-def owners(block: KeyBlock, rank: int) -> list[int]:
+def owner_ranks(block: KeyBlock, rank: int) -> list[int]:
     """List the other ranks whose keys this rank gathers."""
     return sorted({segment.owner for segment in block.segments} - {rank})
 
 
-def readers(block: KeyBlock, rank: int) -> list[int]:
+def reader_ranks(block: KeyBlock, rank: int) -> list[int]:
     """List the other ranks that gather keys of this rank with a block."""
     return sorted({reader.rank for of_segment in block.readers for reader in of_segment} - {rank})
 

@@ -2,7 +2,7 @@
 
     rank                   its own rows, all heads               q, k, v
     all-to-all in a host   the rows of the host, a share of the heads
-    ring over a rail       attention over the keys of all hosts  (`HeadGather`; `LocalAttention` for one host)
+    ring over a rail       attention over the keys of all hosts  (`GatherAttention`; `LocalAttention` for one host)
     all-to-all in a host   its own rows, all heads               out, lse
 
 A *rail* is the ranks that have the same index on their hosts. K/V of a head cross between hosts on one rail only, so
@@ -21,26 +21,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.gather_by_heads import GatherAttention
 from ringflash.attention.head_exchange import HeadExchange
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport import GroupAreas, Transport, whole_transport
+from ringflash.comm.transport import GroupAreas, Transport, group_transport
 from ringflash.comm.transport.areas import JoinAfterError
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.transport.gpu_areas import Marker
 from ringflash.comm.wait_timer import waiting
 from ringflash_kernels.api import state_dtype
 
 
 class Attention(Protocol):
-    """Attention over a rail, as `LocalAttention` and `HeadGather` compute it."""
+    """Attention over a rail, as `LocalAttention` and `GatherAttention` compute it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
     def backward(self, inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-def shared_kv_heads(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+def kv_heads_by_rank(num_ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
     """Return the KV heads of all ranks of a host, concatenated in rank order; each rank has equally many.
 
     Eight query heads and two KV heads over four ranks: (0, 0, 1, 1). Kernels divide the query heads of a rank equally
@@ -118,17 +118,17 @@ class Ulysses:
 
     def num_posted(self) -> int:
         """Barriers and batches of messages that this rank has posted, of all kinds."""
-        return sum(x.num_posted for x in {whole_transport(self.areas), self.transport})
+        return sum(x.num_posted for x in {group_transport(self.areas), self.transport})
 
     def _shared(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
-        return shared_kv_heads(len(self.members), q.shape[2], k.shape[2])
+        return kv_heads_by_rank(len(self.members), q.shape[2], k.shape[2])
 
     def _exchange(self, pass_name: str) -> HeadExchange:
         return HeadExchange(self.areas, self.members, self.transport, self.layout, pass_name, self.number)
 
     def _attention(self, device: torch.device, arrived: Marker) -> Attention:
         """Return attention over the rail. Only kernels of an all-gather by heads wait for queries by themselves."""
-        if isinstance(self.attention, HeadGather):
+        if isinstance(self.attention, GatherAttention):
             return replace(self.attention, queries_arrived=(arrived,))
         with waiting(device):
             self.areas.wait(arrived)

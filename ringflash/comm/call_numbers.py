@@ -204,7 +204,7 @@ class CallWords:
         """Copy the arrived words to the host, on the current stream."""
         on_host.copy_(self.arrived, non_blocking=True)
 
-    def expect(
+    def compare_later(
         self, group: dist.ProcessGroup, members: Sequence[int], call: CallNumber, arrival: Marker, on_host: Tensor
     ) -> None:
         """Queue the words that `send_to_host` has copied for comparison; they can be used again afterwards.
@@ -213,14 +213,14 @@ class CallWords:
             members: the senders' ranks in the group; empty if `senders` are ranks in the group already.
         """
         senders = [members[sender] for sender in self.senders] if members else self.senders
-        expect(group, arrival, call, on_host, senders, self.unused)
+        compare_later(group, arrival, call, on_host, senders, self.unused)
 
     def send_commands(self, on_host: Tensor, stream: int, index_of: Callable[[object], int]) -> list[Command]:
         """Return `send_to_host` as commands for the driver."""
         return [copy_command(stream, 0, self.arrived.data_ptr(), self.arrived.nbytes, index_of(on_host))]
 
 
-def expect(
+def compare_later(
     group: dist.ProcessGroup,
     arrival: Marker,
     call: CallNumber,

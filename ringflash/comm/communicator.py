@@ -35,7 +35,7 @@ _process = os.getpid()  # a forked child lacks the threads of these communicator
 _interrupted = False
 _GRACE_S = 10.0  # limit of the wait for the other ranks to end, too: longer than healthy ranks drift apart
 _PAUSE_S = 0.1  # time between two questions to their store
-_QUIET_S = 2.0  # at exit, a notice is printed if the GPU needs longer than this
+_NOTICE_AFTER_S = 2.0  # at exit, a notice is printed if the GPU needs longer than this
 
 
 def communicator(group: dist.ProcessGroup, purpose: str, backend: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -104,7 +104,7 @@ def register_peers(group: dist.ProcessGroup, device: torch.device) -> _Peers:
     return peers_of_group
 
 
-def finish_device() -> None:
+def synchronize_at_exit() -> None:
     """Wait until the device has finished its ring calls, which peers may still be in; do not wait after an error.
 
     Call this at the end of the process while the watchdog runs, which ends the wait if a peer is dead.
@@ -113,9 +113,9 @@ def finish_device() -> None:
         return
     thread = Thread(target=_synchronize, name="ringflash-end", daemon=True)
     thread.start()
-    thread.join(_QUIET_S)
+    thread.join(_NOTICE_AFTER_S)
     if thread.is_alive():
-        tell_user("the program has ended, but its GPU has not finished its ring calls; waiting for them")
+        print_notice("the program has ended, but its GPU has not finished its ring calls; waiting for them")
         thread.join()
 
 
@@ -125,11 +125,11 @@ def _synchronize() -> None:
         for device in {peers.device for peers in _peers}:
             torch.cuda.synchronize(device)
     except RuntimeError as error:
-        note_end(error)
-        tell_user(f"the program has ended, but ring calls that it did not wait for have failed: {error}")
+        record_call_end(error)
+        print_notice(f"the program has ended, but ring calls that it did not wait for have failed: {error}")
 
 
-def tell_user(text: str) -> None:
+def print_notice(text: str) -> None:
     """Print a message of this process, bypassing loggers and replaced streams."""
     print(f"ringflash: {text}", file=sys.__stderr__, flush=True)
 
@@ -138,7 +138,7 @@ def _ended_by_error() -> bool:
     return _interrupted or getattr(sys, "last_value", None) is not None
 
 
-def note_end(error: BaseException | None) -> None:
+def record_call_end(error: BaseException | None) -> None:
     """Record how this process's last ring call ended. After an error, exit does not wait for the peers."""
     global _interrupted
     _interrupted = error is not None
@@ -178,7 +178,7 @@ def _gloo_states() -> list[str]:
 
 
 @atexit.register  # after `_end_gloo`, and so called before it
-def _leave() -> None:
+def _abort_nccl_at_exit() -> None:
     """End the communicators of NCCL while the interpreter still runs; keep memory that peers use until they end.
 
     Destroying a communicator is a collective call, for which one rank that ends by itself (`sys.exit`) would wait for
@@ -187,7 +187,7 @@ def _leave() -> None:
     """
     if os.getpid() != _process or not _peers:
         return
-    finish_device()
+    synchronize_at_exit()
     if not _ended_by_error():
         thread = Thread(target=_await_peers, name="ringflash-end", daemon=True)  # the store may not answer
         thread.start()

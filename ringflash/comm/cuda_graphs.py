@@ -14,13 +14,13 @@ def capturing(device: torch.device) -> bool:
 
 
 def keep_if_captured(thing: object, device: torch.device) -> None:
-    """Keep an object alive until `release` if the current call is captured, even if a larger one replaces it."""
+    """Keep an object alive until `drop_captured` if the current call is captured, even if a larger one replaces it."""
     if capturing(device):
         keep_alive(thing)
 
 
 def keep_alive(thing: object) -> None:
-    """Keep an object of a captured call alive until `release`."""
+    """Keep an object of a captured call alive until `drop_captured`."""
     _held[id(thing)] = thing
 
 
@@ -29,7 +29,7 @@ def held_tensors() -> list[Tensor]:
     return [thing for thing in _held.values() if isinstance(thing, Tensor)]
 
 
-def release() -> None:
+def drop_captured() -> None:
     """Release all kept objects. Graphs captured so far must not be replayed afterwards."""
     _held.clear()
 

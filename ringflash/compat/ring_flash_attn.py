@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike
+from ringflash.attention.inputs import autocast, require_grad_together
 from ringflash.attention.options import CallOptions
 from ringflash.comm.agreement import agree
 from ringflash.comm.group import Group, resolve
@@ -239,7 +239,7 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> None:
         if error is not None:
             agree(group, {}, error)  # other ranks may be in the call: let them raise, too
             raise error
-        q, k, v = (x[0].transpose(0, 1) for x in differentiate_alike(*map(autocast, (query, key, value))))
+        q, k, v = (x[0].transpose(0, 1) for x in require_grad_together(*map(autocast, (query, key, value))))
         out = llama3_flash_attn_varlen_func(
             q, k, v, **DATA_PARAMS, heads_k_stride=heads_k_stride, softmax_scale=scaling, causal=True,
             window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0), group=group,

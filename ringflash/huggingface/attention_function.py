@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike, documents_of
+from ringflash.attention.inputs import autocast, documents_of, require_grad_together
 from ringflash.attention.sinks import apply_sinks
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.group import Group, resolve
@@ -216,7 +216,7 @@ def _attend(
         cu_seqlens = without_directions(cu_seqlens)
     # Under autocast, rotary embeddings return q and k in fp32, but v is in the low dtype.
     query, key, value = (autocast(x) for x in (query, key, value))
-    q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in require_grad_together(query, key, value))
     attend_to = partial(
         attend, options=options, causal=causal, softmax_scale=scaling, return_lse=s_aux is not None,
         window_size=(-1 if sliding_window is None else sliding_window - 1, -1),

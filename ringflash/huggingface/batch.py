@@ -112,7 +112,7 @@ def _position_shard(
     positions = local_positions(seqlen, *options.size_and_rank, layout, cu_seqlens).to(input_ids.device)
     if parts is None and position_ids == "document" and cu_seqlens is not None:
         return within_documents(positions, cu_seqlens)[None]
-    if cu_seqlens is not None and read_documents(cu_seqlens).have_branches:
+    if cu_seqlens is not None and read_documents(cu_seqlens).has_branches:
         raise ValueError(
             f"position_ids must be 'document' for documents that branch, got {position_ids!r}: distances of positions "
             "must be those along the path; pass position_ids='document'."

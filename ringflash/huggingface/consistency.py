@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringflash.comm.modules.parameters import EqualParameters
+from ringflash.comm.modules.parameters import ParameterCheck
 from ringflash.huggingface.batch import within_documents
 from ringflash.huggingface.forward_inputs import ForwardInputs
 from ringflash.huggingface.options import ModelRing
@@ -82,7 +82,7 @@ def check_consistency(
             "of a group."
         )
     if options.group is not None and high != -low:
-        (parameters or EqualParameters()).raise_for(options.group)
+        (parameters or ParameterCheck()).raise_for(options.group)
 
 
 def _find_value_errors(options: ModelRing, query: Tensor, given: ShardInputs) -> Tensor:
@@ -112,7 +112,7 @@ def _positions_fit(options: ModelRing, length: int, position_ids: Tensor, cu_seq
     if cu_seqlens is None:
         return fit
     along_path = (position_ids == within_documents(positions, cu_seqlens)).all()
-    return along_path if cu_seqlens.dim() == 2 and read_documents(cu_seqlens).have_branches else fit | along_path
+    return along_path if cu_seqlens.dim() == 2 and read_documents(cu_seqlens).has_branches else fit | along_path
 
 
 def _value_error(flags: list[int], options: ModelRing) -> Exception | None:

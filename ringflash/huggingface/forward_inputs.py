@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ringflash.comm import cuda_graphs
 from ringflash.comm.modules.buffers import ChangedBuffers, persistent_buffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
-from ringflash.comm.modules.gradients import FilledGradients
-from ringflash.comm.modules.parameters import EqualParameters, named_whole
+from ringflash.comm.modules.gradients import GradientFiller
+from ringflash.comm.modules.parameters import ParameterCheck, named_whole
 from ringflash.comm.seeding import seeded_by_rank
 from ringflash.huggingface.global_length import depends_on_length, use_global_length
 from ringflash.huggingface.options import NAME, ModelRing, inputs_of
@@ -70,9 +70,9 @@ class ForwardInputs:
         self._errors: dict[str, Exception] = {}
         self._seeding: AbstractContextManager[None] | None = None  # seeding of the current forward
         self._aligned = False  # True once the first training forward has aligned FSDP2's units
-        self._parameters = EqualParameters()
+        self._parameters = ParameterCheck()
         self.reached = ReachedLayers()
-        self._compared: EqualParameters | None = None  # parameters of the current forward, until they are compared
+        self._compared: ParameterCheck | None = None  # parameters of the current forward, until they are compared
 
     @classmethod
     def watch(cls, model: nn.Module, attention: list[nn.Module], options: ModelRing) -> ForwardInputs:
@@ -86,7 +86,7 @@ class ForwardInputs:
         model.register_forward_pre_hook(notes, with_kwargs=True)
         model.register_forward_hook(notes.end, always_call=True)
         model.register_forward_hook(notes._check_reached)
-        model.register_forward_hook(partial(notes._fill_gradients, FilledGradients()))
+        model.register_forward_hook(partial(notes._fill_gradients, GradientFiller()))
         if any(True for _ in persistent_buffers(model)):
             buffers = ChangedBuffers()
             model.register_forward_pre_hook(partial(notes._compare, buffers.begin))
@@ -101,7 +101,7 @@ class ForwardInputs:
                 raise_on_every_rank(self.options.group, error)
 
     @torch.compiler.disable(reason="ranks compare which parameters have gradients")
-    def _fill_gradients(self, filled: FilledGradients, model: nn.Module, args: Any, output: object) -> None:
+    def _fill_gradients(self, filled: GradientFiller, model: nn.Module, args: Any, output: object) -> None:
         """Give zeros to parameters that other ranks have used; a hook of the model's forward."""
         if torch.is_grad_enabled():
             filled.begin(model, self.options.group, output)
@@ -135,13 +135,13 @@ class ForwardInputs:
                 self._begin_training(model, given)
         return args, kwargs
 
-    def take_parameters(self) -> EqualParameters | None:
+    def take_parameters(self) -> ParameterCheck | None:
         """Return the parameters that a forward has noted, once, to be compared in its first layer."""
         noted, self._compared = self._compared, None
         return noted
 
     @torch.compiler.disable(reason="parameters are read")
-    def _note_parameters(self, model: nn.Module) -> EqualParameters:
+    def _note_parameters(self, model: nn.Module) -> ParameterCheck:
         assert self.options.group is not None
         self._parameters.begin(named_whole(model), self.options.group)
         return self._parameters

@@ -20,7 +20,7 @@ from ringflash.comm.agreement import gather
 from ringflash.comm.group import resolve
 from ringflash.comm.mesh import DataContextRanks
 from ringflash.comm.modules.buffers import ChangedBuffers
-from ringflash.comm.modules.parameters import EqualParameters, named_whole
+from ringflash.comm.modules.parameters import ParameterCheck, named_whole
 from ringflash.lightning.checkpoints import check_folders
 from ringflash.wrap.wrapper import in_step
 
@@ -89,8 +89,8 @@ class TrainerChecks(ParallelStrategy):
     _has_stepped = False
 
     @cached_property
-    def _equal_parameters(self) -> EqualParameters:
-        return EqualParameters()
+    def _equal_parameters(self) -> ParameterCheck:
+        return ParameterCheck()
 
     @cached_property
     def _changed_buffers(self) -> ChangedBuffers:

@@ -49,7 +49,7 @@ def agreeing(
     call: dict[str, object] = {
         "recurrent layer on": [list(x.shape) for x in tensors],
         "dtype": str(tensors[0].dtype),
-        "cu_seqlens": None if bounds is None else Documents(bounds).digest,
+        "cu_seqlens": None if bounds is None else Documents(bounds).summary,
         **others,
     }
     with raising_together(group, call, tensors[0].device):

@@ -40,7 +40,7 @@ def shift_labels(tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
 
 def _without_label(documents: Documents) -> Tensor:
     """Return a mask of the tokens that see their successor or have none: (seqlen,), bool."""
-    if documents.have_branches:
+    if documents.has_branches:
         raise ValueError(
             "labels must be given with documents that branch, since a token may have several successors, got none; "
             "take those of ringflash.share_prefixes."

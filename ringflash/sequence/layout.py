@@ -287,7 +287,7 @@ def _compare_shards(
         "dtype": str(x.dtype),
         "dim": dim % max(1, x.dim()),
         "layout": layout,
-        "cu_seqlens": None if bounds is None else bounds.digest,
+        "cu_seqlens": None if bounds is None else bounds.summary,
         "gradient": gradient,
     }
     with raising_together(group, content, x.device):

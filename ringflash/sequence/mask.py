@@ -72,7 +72,7 @@ class Documents(NamedTuple):
         return self.bounds, (*parents, -1), (*both, 0), (*(self.global_tokens or none), 0)
 
     @property
-    def are_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """True if no document continues another, is bidirectional or has global tokens."""
         return self.parents is self.bidirectional is self.global_tokens is None
 
@@ -84,7 +84,7 @@ class Documents(NamedTuple):
         Raises:
             NotImplementedError: they are not plain.
         """
-        if not self.are_plain:
+        if not self.is_plain:
             raise NotImplementedError(
                 f"cu_seqlens must be bounds of plain documents for {user}, got a table with parents, bidirectional "
                 "documents or global tokens; give each sequence its own document."
@@ -92,17 +92,17 @@ class Documents(NamedTuple):
         return self.bounds
 
     @property
-    def have_branches(self) -> bool:
+    def has_branches(self) -> bool:
         """True if the parent of a document is not the previous document."""
         return any(parent not in (-1, index - 1) for index, parent in enumerate(self.parents or ()))
 
     @property
-    def digest(self) -> str:
+    def summary(self) -> str:
         """Short text to compare documents by: up to 8 plain bounds, otherwise their number and a checksum."""
-        if self.are_plain and len(self.bounds) <= 8:
+        if self.is_plain and len(self.bounds) <= 8:
             return str(self.bounds)
-        content = zlib.crc32(np.asarray(self.bounds if self.are_plain else self.rows).tobytes())
-        return f"{len(self.bounds)} bounds{'' if self.are_plain else ' in a table'}, checksum {content:08x}"
+        content = zlib.crc32(np.asarray(self.bounds if self.is_plain else self.rows).tobytes())
+        return f"{len(self.bounds)} bounds{'' if self.is_plain else ' in a table'}, checksum {content:08x}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class SequenceMask:
         if self.cu_seqlens is not None:
             check_cu_seqlens(self.cu_seqlens, self.seqlen)
         check_parents(self.cu_seqlens, self.parents, self.bidirectional, self.global_tokens)
-        if self.documents is None or self.documents.are_plain:
+        if self.documents is None or self.documents.is_plain:
             return
         if not self.causal:
             raise ValueError(

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ringflash.attention.api import attend
-from ringflash.attention.inputs import autocast, differentiate_alike
+from ringflash.attention.inputs import autocast, require_grad_together
 from ringflash.comm.agreement import agree
 from ringflash.comm.call_numbers import in_layer, is_eager
 from ringflash.comm.seeding import seeded_by_rank
@@ -178,7 +178,7 @@ class Interception(TorchFunctionMode):
         self.state.check_in_step(self.layer)
         self._check(query, key, value, attn_mask, dropout_p, enable_gqa)
         query, key, value = (autocast(x) for x in (query, key, value))
-        q, k, v = (x.transpose(1, 2) for x in differentiate_alike(query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in require_grad_together(query, key, value))
         self.state.record(self.layer, q, k, v, causal=is_causal, scale=scale)
         if self.state.whole:
             return F.scaled_dot_product_attention(

@@ -23,8 +23,8 @@ from ringflash.attention.api import RingAttention
 from ringflash.comm.group import Group, resolve
 from ringflash.comm.modules.buffers import ChangedBuffers
 from ringflash.comm.modules.fsdp_units import align_during_forward
-from ringflash.comm.modules.gradients import FilledGradients
-from ringflash.comm.modules.parameters import EqualParameters, named_whole
+from ringflash.comm.modules.gradients import GradientFiller
+from ringflash.comm.modules.parameters import ParameterCheck, named_whole
 from ringflash.huggingface.generation import is_generating
 from ringflash.huggingface.options import NAME, ModelRing, inputs_of
 from ringflash.sequence.layout import find_cut, granularity
@@ -265,7 +265,7 @@ class _ForwardChecks:
 
     def __init__(self) -> None:
         self._aligned = False  # FSDP2's units
-        self._parameters, self._buffers, self._gradients = EqualParameters(), ChangedBuffers(), FilledGradients()
+        self._parameters, self._buffers, self._gradients = ParameterCheck(), ChangedBuffers(), GradientFiller()
 
     def begin(self, module: nn.Module, options: ModelRing, given: tuple[Any, ...]) -> None:
         """Compare the parameters and sequences of a forward, and note the buffers."""

@@ -1,6 +1,6 @@
 """Calls whose keys are gathered a block at a time, over shared memory and over messages, against dense attention.
 
-2 to 4 CPU processes, fp64, with memories whose lanes dawdle (tests/helpers/peer_memory.py).
+2 to 4 CPU processes, fp64, with memories whose streams dawdle (tests/helpers/peer_memory.py).
 tests/unit/test_happens_before.py leaves out each wait in turn.
 """
 
@@ -40,7 +40,7 @@ def in_blocks(
 
     def key_blocks(self: CallPlan, *_: Any) -> tuple[KeyBlock, ...]:
         place, layout = self.size_and_rank, self.options.layout
-        others = len(schedule.active_steps(self.mask, place[0], layout)) - 1
+        others = len(schedule.active_distances(self.mask, place[0], layout)) - 1
         sizes = (1, *[most] * (others // most), *[others % most][: others % most])
         return schedule.plan_blocks(self.mask, *place, layout, sizes, self.keys_per_line)
 

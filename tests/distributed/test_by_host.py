@@ -153,11 +153,11 @@ def test_rows_of_a_host_are_a_shard_over_hosts(num_hosts: int, num_gpus: int, la
 def test_shared_kv_heads() -> None:
     """Every rank has the KV heads of its query heads, in groups of equal size."""
     for num_ranks, num_heads, num_kv_heads in ((4, 8, 2), (8, 32, 8), (2, 12, 3), (8, 64, 8), (2, 6, 1), (4, 4, 4)):
-        heads = ulysses.shared_kv_heads(num_ranks, num_heads, num_kv_heads)
+        heads = ulysses.kv_heads_by_rank(num_ranks, num_heads, num_kv_heads)
         served = torch.tensor(heads).repeat_interleave(num_heads // len(heads))
         assert served.tolist() == [head * num_kv_heads // num_heads for head in range(num_heads)]
         assert len(heads) % num_ranks == 0
-    assert ulysses.shared_kv_heads(8, 32, 8) == tuple(range(8))
+    assert ulysses.kv_heads_by_rank(8, 32, 8) == tuple(range(8))
 
 
 def test_gradients_of_shared_heads_are_summed_in_fp32() -> None:

@@ -252,7 +252,7 @@ def test_words_of_a_failed_call(in_time: bool) -> None:
     group, arrival, number = mock.Mock(), mock.Mock(**{"query.return_value": in_time}), call_numbers.CallNumber(1)
     with suppress(MemoryError), agreement.TrackedCall(group):
         word = torch.tensor([call_numbers.CallNumber(2).word])
-        call_numbers.expect(group, arrival, number, word, [1])
+        call_numbers.compare_later(group, arrival, number, word, [1])
         raise MemoryError
     arrival.query.return_value = True
     with pytest.raises(RuntimeError, match="this rank in call 1 .*, rank 1 in call 2 ") if in_time else nullcontext():

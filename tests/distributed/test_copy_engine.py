@@ -267,19 +267,19 @@ _sections_of = sections.choose_sections
 @on_ranks(2)
 def test_call_after_an_error_begins_anew(ctx: Context, way: str) -> None:
     """On every rank alike a device has no memory left for the kernel of a section."""
-    run_in_lane, issued = SharedMemory.run_in_lane, itertools.count()
+    run_on_stream, issued = SharedMemory.run_on_stream, itertools.count()
 
-    def refused(self: SharedMemory, lane: str, *args: Any, **options: Any) -> Later:
-        if next(issued) > 4 and lane == "even":
+    def refused(self: SharedMemory, stream: str, *args: Any, **options: Any) -> Later:
+        if next(issued) > 4 and stream == "even":
             raise MemoryError("no memory left")
-        return run_in_lane(self, lane, *args, **options)
+        return run_on_stream(self, stream, *args, **options)
 
     schedule.plan_single_block.cache_clear()
     with mock.patch.dict(registry._open, clear=True), copy_engine(), one_head_a_section():
         q, k, v = (torch.randn(1, 8, 6, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
         attend = partial(ringflash.ring_attention, q, k, v, group=ctx.group, causal=False)
         out = attend() if way == "backward" else None
-        with mock.patch.object(SharedMemory, "run_in_lane", refused), pytest.raises(MemoryError):
+        with mock.patch.object(SharedMemory, "run_on_stream", refused), pytest.raises(MemoryError):
             attend() if out is None else out.sum().backward()
         mask = schedule.plan_single_block(SequenceMask(8 * ctx.size, False), ctx.size, ctx.rank, "zigzag", 1).mask
         assert not any(way in key for key in mask._cache if isinstance(key, tuple))

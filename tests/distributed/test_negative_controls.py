@@ -74,7 +74,7 @@ def verdict(ctx: Context, plant: str | None, case: Case) -> str:
 
 
 def _forget_schedules() -> None:
-    for planned in (schedule.plan_single_block, schedule.plan_blocks, schedule.active_steps):
+    for planned in (schedule.plan_single_block, schedule.plan_blocks, schedule.active_distances):
         planned.cache_clear()
 
 

@@ -162,7 +162,7 @@ def test_tiles_of_single_heads_are_drawn(head_dim, seqlen, num_kv_heads, accumul
     q, k = (torch.empty(1, seqlen, n, head_dim, dtype=torch.bfloat16) for n in (4, num_kv_heads))
     module, launches = Emulator().load("backward.host"), []
     module.preprocess = lambda *_, **__: None
-    module._KEYS = lambda _, num_programs, *args, **constants: launches.append((num_programs, constants["EARLY"]))
+    module._KEYS = lambda _, num_programs, *args, **constants: launches.append((num_programs, constants["PERSISTENT"]))
     dq = torch.empty_like(q) if only_dq else None
     run = module.HopperBackward(q, q, q, torch.empty(1, 4, seqlen), softmax_scale=1.0, only_dq=dq)
     dk, dv = torch.empty(2, *k.shape, dtype=torch.float32 if accumulate else k.dtype)

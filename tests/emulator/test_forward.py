@@ -215,23 +215,24 @@ FAULTS = {
     "staging buffers are overwritten while they leave": ("pipeline", "tma_store_wait(0)", "pass"),
     "the second of two bands is the first": ("pipeline", "stop + problem.jump", "stop"),
     "a block that some rows see is passed over": (
-        "pipeline", "stop_of(own_last_row, problem, V)", "stop_of(own_last_row - 63, problem, V)",
+        "pipeline", "stop_of(own_last_row, problem, CFG)", "stop_of(own_last_row - 63, problem, CFG)",
     ),
     "a block that some rows see on the left is passed over": (
         "pipeline", "row + FIRST + problem.lower - first_key, 0", "row + FIRST + 64 + problem.lower - first_key, 0",
     ),
     "the first turn is not passed": (
-        "forward.kernel", "V.tiles.num_warpgroups - 1:\n        pass_turn(kv, W, V)", "5:\n        pass",
+        "forward.kernel", "CFG.tiles.num_warpgroups - 1:\n        pass_turn(kv, W, CFG)", "5:\n        pass",
     ),
-    "a turn is not passed": ("forward.kernel", "    pass_turn(kv, W, V)\n    s = seen", "    s = seen"),
-    "a turn is passed to oneself": ("pipeline", "(W + 1) % V.tiles.num_warpgroups, 256, True", "W, 256, True"),
+    "a turn is not passed": ("forward.kernel", "    pass_turn(kv, W, CFG)\n    s = seen", "    s = seen"),
+    "a turn is passed to oneself": ("pipeline", "(W + 1) % CFG.tiles.num_warpgroups, 256, True", "W, 256, True"),
     "the last turn is not taken": ("forward.kernel", "if W == 0:\n        take_turn", "if W == 2:\n        take_turn"),
     "a block that is passed takes no turn": (
-        "forward.kernel", "    take_turn(kv, W, V)\n    pass_turn(kv, W, V)\n    return", "    return",
+        "forward.kernel", "    take_turn(kv, W, CFG)\n    pass_turn(kv, W, CFG)\n    return", "    return",
     ),
-    "V of a block arrives with its own K": ("forward.kernel", "key + V.tiles.block_n, head_kv, V)", "key, head_kv, V)"),
-    "the last stage of a tile is kept": ("forward.kernel", "kv = pass_stage(kv, shared, barriers, V)", "kv += 1"),
-    "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, V)", "pass"),
+    "V of a block arrives with its own K": ("forward.kernel", "key + CFG.tiles.block_n, head_kv, CFG)",
+    "key, head_kv, CFG)"), "the last stage of a tile is kept": ("forward.kernel",
+    "kv = pass_stage(kv, shared, barriers, CFG)", "kv += 1"),
+    "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, CFG)", "pass"),
 }  # fmt: skip
 
 

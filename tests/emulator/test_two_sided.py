@@ -95,8 +95,8 @@ def test_fp8_forward(shape: Shape) -> None:
 
 _FORWARD = "forward.kernel"
 _RELEASE = "    mbarrier.arrive(barriers.k_empty.index(index), count=1)\n"
-_WITH_ENDS = """    if MASKED and V.mask == "ends":  # the ends are in the slot
-        s = hide(s, index, key, rows, shared, pointers, V)
+_WITH_ENDS = """    if MASKED and CFG.mask == "ends":  # the ends are in the slot
+        s = hide(s, index, key, rows, shared, pointers, CFG)
 """
 _FORWARD_FAULTS = {
     "a row too many": ("pipeline", "s = seen_only(s, own, ends", "s = seen_only(s, own, ends + 1"),
@@ -109,7 +109,7 @@ _FORWARD_FAULTS = {
     "the first stretch of the next tile": (_FORWARD, "(entry, 1) + of_lane(entry, 2) - 1", "(entry, 1)"),
     "V of the last block is left out": (_FORWARD, "\n    load_previous(", "\n    0 and load_previous("),
     "a stretch is left out": ("walks", "1 + (fill < tile_size).long(), 0)", "(place % width > 0).long(), 0)"),
-    "Q of another head": ("pipeline", "own_head(tile.head, w, V)", "tile.head * V.heads"),
+    "Q of another head": ("pipeline", "own_head(tile.head, w, CFG)", "tile.head * CFG.heads"),
     "rows are counted from elsewhere": ("walks", "mask.ends() - rows[0],", "mask.ends() - rows[0] + 1,"),
 }
 

@@ -1,4 +1,4 @@
-"""Happens-before graph of ring calls on GPUs: all interleavings of lanes and ranks, not those of one run.
+"""Happens-before graph of ring calls on GPUs: all interleavings of streams and ranks, not those of one run.
 
 Calls run over memories that move nothing (`recorded_calls.py`). They record which stream of which rank reads and writes
 which bytes, and what streams wait for: their earlier work, markers, barriers and messages. The records of all ranks
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringflash.comm.transport.areas import Incoming, Outgoing
-from ringflash.comm.transport.lanes import T, ViewCache
+from ringflash.comm.transport.gpu_areas import T, ViewCache
 
 Work = Callable[[], None]
 CALLER = "caller"  # stream on which calls are made
@@ -188,7 +188,7 @@ class Rank:
         return node
 
     def place(self) -> None:
-        """Raise MemoryError if the step is to fail here: where lanes get work."""
+        """Raise MemoryError if the step is to fail here: where streams get work."""
         if self.places_left is not None:
             self.places_left -= 1
             if self.places_left < 0:
@@ -207,7 +207,7 @@ class Rank:
 
 
 class _Allocated(TorchDispatchMode):
-    """Notes what a lane allocates. All other memory is the caller's stream's."""
+    """Notes what a stream allocates. All other memory is the caller's stream's."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class RecordedMemory:
         self.sizes: dict[str, int] = {}
         self.times_grown = Counter[str]()
         self.counts = Counter[Hashable]()  # of barriers by channel, of messages by peer
-        self.lanes: set[str] = set()
+        self.streams: set[str] = set()
         self.num_posted = 0
         rank.memories[key] = self
 
@@ -312,10 +312,10 @@ class RecordedMemory:
     def on_one_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run_in_lane(self, lane: str, work: Work, after: Sequence[Point], *, urgent: bool = False) -> Point:
+    def run_on_stream(self, stream: str, work: Work, after: Sequence[Point], *, urgent: bool = False) -> Point:
         self.process.place()
-        before, self.process.stream = self.process.stream, f"{self.key} {lane}"
-        self.lanes.add(self.process.stream)
+        before, self.process.stream = self.process.stream, f"{self.key} {stream}"
+        self.streams.add(self.process.stream)
         try:
             self.wait(*after)
             with self.process.allocated:
@@ -325,9 +325,9 @@ class RecordedMemory:
             self.process.stream = before
 
     def join(self) -> None:
-        self.process.wait(*map(self.process.tail, self.lanes))
-        for lane in self.lanes:
-            self.process.add("join", lane, self.process.tail(self.process.stream))
+        self.process.wait(*map(self.process.tail, self.streams))
+        for stream in self.streams:
+            self.process.add("join", stream, self.process.tail(self.process.stream))
 
 
 class RecordedMessages(RecordedMemory):

@@ -1,6 +1,6 @@
-"""Peer memory of CPU processes: areas are shared files, lanes are threads that dawdle.
+"""Peer memory of CPU processes: areas are shared files, streams are threads that dawdle.
 
-The protocol over it is the one that runs on GPUs; only who copies differs. What runs in a lane starts at some random
+The protocol over it is the one that runs on GPUs; only who copies differs. What runs on a stream starts at some random
 moment up to `DELAY_S` after it was posted, so that a wait or a barrier that is missing shows as wrong numbers. The
 host of each rank also pauses at random, so that ranks drift apart.
 """
@@ -27,7 +27,7 @@ from ringflash.attention import sections
 from ringflash.comm.group import HostSplit
 from ringflash.comm.transport import NcclGather, PointToPoint
 from ringflash.comm.transport.areas import Incoming, Outgoing
-from ringflash.comm.transport.lanes import T, ViewCache
+from ringflash.comm.transport.gpu_areas import T, ViewCache
 
 Work = Callable[[], None]
 DELAY_S = 0.004
@@ -49,7 +49,7 @@ class Later:
 
 
 class Threads:
-    """Lanes of a memory, a thread each."""
+    """Streams of a memory, a thread each."""
 
     threads: dict[str, ThreadPoolExecutor]
 
@@ -71,7 +71,7 @@ class Threads:
         return nullcontext()
 
     def join(self) -> None:
-        self.wait(*(Later(lane.submit(lambda: None)) for lane in self.threads.values()))
+        self.wait(*(Later(stream.submit(lambda: None)) for stream in self.threads.values()))
 
 
 class SharedMemory(Threads):
@@ -90,7 +90,7 @@ class SharedMemory(Threads):
             self.name += f".{self.members[0]}"
         self.areas: dict[str, list[torch.Tensor]] = {}
         self.threads: dict[str, ThreadPoolExecutor] = {}
-        self.last: dict[str, Later] = {}  # work of each lane
+        self.last: dict[str, Later] = {}  # work of each stream
         self.kept = ViewCache()
         self.reserve("barriers", _CHANNELS * self.size * 8)  # of each channel and rank: how many it came to
         self.barriers = self.areas["barriers"][0].view(torch.int64).view(_CHANNELS, self.size).numpy()
@@ -130,12 +130,12 @@ class SharedMemory(Threads):
     def num_posted(self) -> int:
         return int(self.barriers[:, self.rank].sum())
 
-    def run_in_lane(self, lane: str, work: Work, after: Sequence[Later], *, urgent: bool = False) -> Later:
-        if lane not in self.threads:
-            self.threads[lane] = ThreadPoolExecutor(1)
-        before = [self.last[lane]] if lane in self.last else []  # a lane does nothing more after an error
-        self.last[lane] = Later(self.threads[lane].submit(self._run, work, (*before, *after)))
-        return self.last[lane]
+    def run_on_stream(self, stream: str, work: Work, after: Sequence[Later], *, urgent: bool = False) -> Later:
+        if stream not in self.threads:
+            self.threads[stream] = ThreadPoolExecutor(1)
+        before = [self.last[stream]] if stream in self.last else []  # a stream does nothing more after an error
+        self.last[stream] = Later(self.threads[stream].submit(self._run, work, (*before, *after)))
+        return self.last[stream]
 
     def _run(self, work: Work, after: tuple[Later, ...]) -> None:
         self.wait(*after)
@@ -213,7 +213,7 @@ def _until(condition: Callable[[], bool], what: str) -> None:
 
 
 class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
-    """Messages over gloo in the order in which they were issued, whatever their lanes do, as NCCL's stream has them."""
+    """Messages over gloo in the order in which they were issued, as on NCCL's stream."""
 
     def __init__(self, channel: PointToPoint) -> None:
         super().__init__(channel, torch.device("cpu"))
@@ -227,13 +227,13 @@ class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
         return super().cached((key, sections.MAX_UNBUFFERED_KV_BYTES), areas, make)
 
-    def run_in_lane(  # type: ignore[override]
-        self, lane: str, work: Work, after: Sequence[Later], *, urgent: bool = False
+    def run_on_stream(  # type: ignore[override]
+        self, stream: str, work: Work, after: Sequence[Later], *, urgent: bool = False
     ) -> Later:
-        if lane not in self.threads:
-            self.threads[lane] = ThreadPoolExecutor(1, lane)
-        ticket = next(self.issued) if lane in ("pull", "end") else None
-        return Later(self.threads[lane].submit(self._run, work, tuple(after), ticket))
+        if stream not in self.threads:
+            self.threads[stream] = ThreadPoolExecutor(1, stream)
+        ticket = next(self.issued) if stream in ("pull", "end") else None
+        return Later(self.threads[stream].submit(self._run, work, tuple(after), ticket))
 
     def _run(self, work: Work, after: tuple[Later, ...], ticket: int | None) -> None:
         self.wait(*after)
@@ -264,7 +264,7 @@ class MessageThreads(Threads, NcclGather):  # type: ignore[misc]
 
 @contextmanager
 def messages_by_heads() -> Iterator[None]:
-    """Lanes of calls over gloo are threads, whose work runs when that of a GPU could."""
+    """Streams of calls over gloo are threads, whose work runs when that of a GPU could."""
     made: dict[PointToPoint, MessageThreads] = {}
 
     def memory(channel: PointToPoint, device: torch.device) -> MessageThreads:

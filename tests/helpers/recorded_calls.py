@@ -1,7 +1,7 @@
 """Ring calls over recorded memories (`happens_before.py`): the code of the calls, without kernels.
 
-HeadGather, GatheredKV, GradientReturn, HeadExchange and Ulysses run for one rank after another, in one process. Kernels
-are replaced by lists of the tensors that they read and write. Sections have one KV head.
+GatherAttention, GatheredKV, GradientReturn, HeadExchange and Ulysses run for one rank after another, in one process.
+Kernels are replaced by lists of the tensors that they read and write. Sections have one KV head.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ from ringflash.attention import (
     schedule,
     sections,
 )
-from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.gather_by_heads import GatherAttention
 from ringflash.attention.head_exchange import AllToAll
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.kv_format import KVFormat
@@ -100,7 +100,7 @@ class Process:
         inputs = BackwardInputs(dout, None, q, k, v, out, lse)
         self.rank.work("use dq, dk, dv", self._opened(step.call).backward(inputs))
 
-    def _opened(self, call: Call) -> HeadGather | Ulysses:
+    def _opened(self, call: Call) -> GatherAttention | Ulysses:
         index, everyone = self.rank.index, tuple(range(self.world))
         if call.transport in ("copy_engine", "nccl"):
             return self._gather(call, self._memory(call, call.transport, everyone))
@@ -119,16 +119,16 @@ class Process:
         make = RecordedMessages if kind.startswith("nccl") else RecordedMemory
         return self.rank.memories.get(key) or make(self.rank, key, members, self.areas)
 
-    def _gather(self, call: Call, memory: RecordedMemory) -> HeadGather:
+    def _gather(self, call: Call, memory: RecordedMemory) -> GatherAttention:
         mask, size = SequenceMask(call.rows * self.world, call.causal, call.window, call.documents), len(memory.members)
-        others = len(schedule.active_steps(mask, size, call.layout)) - 1
+        others = len(schedule.active_distances(mask, size, call.layout)) - 1
         if call.blocks == 1 or not others:
             blocks: tuple[schedule.KeyBlock, ...] = (schedule.plan_single_block(mask, size, memory.rank, call.layout),)
         else:
             ends = [round(others * n / (call.blocks - 1)) for n in range(call.blocks)]
             sizes = tuple(b - a for a, b in zip(ends, ends[1:], strict=False) if b > a)
             blocks = schedule.plan_blocks(mask, size, memory.rank, call.layout, (1, *sizes))
-        return HeadGather(blocks, memory, "reference", 1.0, False, CallNumber(1))  # type: ignore[arg-type]
+        return GatherAttention(blocks, memory, "reference", 1.0, False, CallNumber(1))  # type: ignore[arg-type]
 
 
 def faults(
@@ -220,7 +220,7 @@ def _recorded(now: list[Rank], turns: bool, parts: bool, gradient_buffers: int) 
         (gather_by_heads, "watching", lambda *_: Unwatched()),
         (gather_by_heads, "transport_name", lambda memory: memory.name),
         (head_exchange, "watching", lambda *_: Unwatched()),
-        (call_numbers, "expect", lambda *_: None),
+        (call_numbers, "compare_later", lambda *_: None),
         (KVFormat, "forward_kernel", lambda *_: forward),
         (KVFormat, "pack_queries", rounded),
         (CallWords, "write", lambda words, _: work("write the number", [], [words.own])),

@@ -1,6 +1,6 @@
 """Calls with random delays, on two streams and in two groups, while memory is given back to the driver. Two GPUs.
 
-An order of lanes, calls or ranks that is missing shows as other bits, NaN or an illegal memory access. Behind every
+An order of streams, calls or ranks that is missing shows as other bits, NaN or an illegal memory access. Behind every
 call, and where a section of a backward begins, free memory is unmapped (expandable segments) or filled with NaN. Some
 calls end with an error on all ranks alike. tests/unit/test_happens_before.py looks at all orders on the CPU, without
 kernels.
@@ -29,7 +29,7 @@ from ringflash.attention.recording.tape import Tape
 from ringflash.attention.ulysses import Ulysses
 from ringflash.comm.driver import CommandList
 from ringflash.comm.transport.copy_engine import CopyEngine
-from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.gpu_areas import GpuAreas
 from tests.helpers.peer_memory import SharedMemory, copy_engine
 from tests.helpers.pool import Context, Pool
 from tests.multi_gpu.conftest import Setup
@@ -67,9 +67,9 @@ class Disorder:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Delay lanes and copies between GPUs, and give memory back when a section of a backward begins."""
-        memory = Lanes if self.device.type == "cuda" else SharedMemory
-        run_in_lane, begin, make_transfer = memory.run_in_lane, BackwardUnits.begin, CopyEngine.make_transfer
+        """Delay streams and copies between GPUs, and give memory back when a section of a backward begins."""
+        memory = GpuAreas if self.device.type == "cuda" else SharedMemory
+        run_on_stream, begin, make_transfer = memory.run_on_stream, BackwardUnits.begin, CopyEngine.make_transfer
         repeat, issue = Tape.repeat, CommandList.issue
 
         def delayed(work: Callable[[], None]) -> Callable[[], None]:
@@ -79,19 +79,19 @@ class Disorder:
 
             return run
 
-        def in_lane(memory: Any, lane: str, work: Callable[[], None], *args: Any, **options: Any) -> Any:
-            return run_in_lane(memory, lane, delayed(work), *args, **options)
+        def on_stream(memory: Any, stream: str, work: Callable[[], None], *args: Any, **options: Any) -> Any:
+            return run_on_stream(memory, stream, delayed(work), *args, **options)
 
         def begin_without_memory(units: BackwardUnits, section: int) -> None:
             units.passes.pop(section % 2, None)
             self.give_back()
             begin(units, section)
 
-        def repeat_slowly(tape: Tape, lanes: Any, *args: Any) -> Any:
+        def repeat_slowly(tape: Tape, areas: Any, *args: Any) -> Any:
             def slow(step: Callable[[Any], None]) -> Callable[[Any], None]:
                 def run(now: Any) -> None:
                     self.give_back()
-                    with torch.cuda.stream(self.random.choice(list(lanes._lanes.values()))):
+                    with torch.cuda.stream(self.random.choice(list(areas._named_streams.values()))):
                         self.delay()
                     step(now)
 
@@ -106,11 +106,11 @@ class Disorder:
                 mock.patch.object(tape, "steps", [slow(step) for step in tape.steps]),
                 mock.patch.object(CommandList, "issue", issue_slowly),
             ):
-                return repeat(tape, lanes, *args)
+                return repeat(tape, areas, *args)
 
         with (
             mock.patch.object(Tape, "repeat", repeat_slowly),
-            mock.patch.object(memory, "run_in_lane", in_lane),
+            mock.patch.object(memory, "run_on_stream", on_stream),
             mock.patch.object(CopyEngine, "make_transfer", lambda *args: delayed(make_transfer(*args))),
             mock.patch.object(BackwardUnits, "begin", begin_without_memory),
         ):

@@ -33,7 +33,7 @@ def check(ctx: Context, transport: str, chunk: int, impl: str) -> set[bool]:
     published = GatheredKV.publish
 
     def publish(self: GatheredKV, *args: Any) -> Any:
-        rounded.add(self.sizes.kv_format.rounded)
+        rounded.add(self.sizes.kv_format.fp8)
         return published(self, *args)
 
     with ExitStack() as patches:

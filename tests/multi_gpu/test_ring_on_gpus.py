@@ -104,8 +104,8 @@ def _forget_blocks() -> None:
 def in_blocks() -> Iterator[None]:
     """Every call is cut into blocks, as those of many ranks are."""
 
-    def choose(_: Any, num_steps: int, *args: Any) -> tuple[int, ...]:
-        return (1, *[1] * min(2, num_steps - 1), *[num_steps - 3] * (num_steps > 3))
+    def choose(_: Any, num_distances: int, *args: Any) -> tuple[int, ...]:
+        return (1, *[1] * min(2, num_distances - 1), *[num_distances - 3] * (num_distances > 3))
 
     with (
         mock.patch("ringflash.attention.plan.choose_blocks", choose),

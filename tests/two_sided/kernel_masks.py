@@ -21,7 +21,7 @@ def mask_of(forest: Forest) -> Mask:
 
 def one_by_one(mask: SequenceMask, cp_size: int, rank: int, layout: str) -> tuple[schedule.KeyBlock, ...]:
     """Return the keys that a rank sees, in a block for each owner."""
-    sizes = (1,) * len(schedule.active_steps(mask, cp_size, layout))
+    sizes = (1,) * len(schedule.active_distances(mask, cp_size, layout))
     return schedule.plan_blocks(mask, cp_size, rank, layout, sizes)
 
 

@@ -110,8 +110,8 @@ def slow_device():
     join()
     watch, told = Watchdog(), threading.Event()
     watch.start()
-    communicator._QUIET_S = 0.1
-    communicator.tell_user = lambda text: (say(text), told.set())
+    communicator._NOTICE_AFTER_S = 0.1
+    communicator.print_notice = lambda text: (say(text), told.set())
     torch.cuda.synchronize = lambda _: (told.wait(), say("waits, watched", watch._thread.is_alive()))
 
 def destroys():

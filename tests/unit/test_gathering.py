@@ -13,7 +13,13 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ringflash.attention import gathered_buffers, gradient_return, sections, transfers
-from ringflash.attention.schedule import KeyBlock, active_steps, chunks_are_multiples, plan_blocks, plan_single_block
+from ringflash.attention.schedule import (
+    KeyBlock,
+    active_distances,
+    chunks_are_multiples,
+    plan_blocks,
+    plan_single_block,
+)
 from ringflash.comm.transport import NcclGather, PointToPoint, buffers
 from ringflash.sequence.layout import chunks
 from ringflash.sequence.mask import SequenceMask
@@ -182,7 +188,7 @@ def pair_up(ranks: list[KeyBlock], buffered: bool) -> None:
 def test_blocks_have_every_key_once(problem: Problem, most: int) -> None:
     """Own keys first; the pairs of all blocks are those of one; what a block sends is what others receive with it."""
     mask, cp_size, layout = problem
-    others = len(active_steps(mask, cp_size, layout)) - 1
+    others = len(active_distances(mask, cp_size, layout)) - 1
     sizes = (1, *[most] * (others // most), *[others % most] * (others % most > 0))
     ranks = [plan_blocks(mask, cp_size, rank, layout, sizes) for rank in range(cp_size)]
     for rank, (blocks, whole) in enumerate(zip(ranks, of_all(problem), strict=True)):

@@ -18,7 +18,7 @@ from triton.knobs import runtime
 import ringflash
 from ringflash.attention import ring_call
 from ringflash.comm import cuda_graphs
-from ringflash.comm.transport import buffer, buffers, lanes
+from ringflash.comm.transport import buffer, buffers, gpu_areas
 from ringflash.comm.transport.areas import BEGIN
 from ringflash.comm.transport.copy_engine import CopyEngine
 from ringflash.comm.transport.message_gather import NcclGather
@@ -50,7 +50,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
     capture = Capture()
     monkeypatch.setattr(cuda_graphs, "capturing", capture)
     yield capture
-    cuda_graphs.release()
+    cuda_graphs.drop_captured()
 
 
 def test_a_captured_buffer_outlives_its_growth(capture: Capture) -> None:
@@ -335,21 +335,21 @@ def test_call_on_another_stream_waits_for_the_previous(monkeypatch: pytest.Monke
     assert [stream.waited for stream in streams] == [[second], [first], [], []]
 
 
-def test_join_in_a_capture_leaves_other_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_in_a_capture_leaves_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error: to wait for a stream outside of the capture would invalidate the capture and hide the error."""
     waits: list[tuple[str, str]] = []
 
-    class Lane:
+    class Stream:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def wait_stream(self, other: Any) -> None:
             waits.append((self.name, other.name))
 
-    captured, other, caller = Lane("pull"), Lane("even"), Lane("caller")
+    captured, other, caller = Stream("pull"), Stream("even"), Stream("caller")
     areas = object.__new__(CopyEngine)
-    areas._lanes, areas._device, areas.entered = {"pull": captured, "even": other}, CPU, caller  # type: ignore
-    monkeypatch.setattr(lanes, "_is_captured", lambda lane: lane is captured)
+    areas._named_streams, areas._device, areas.entered = {"pull": captured, "even": other}, CPU, caller  # type: ignore
+    monkeypatch.setattr(gpu_areas, "_is_captured", lambda stream: stream is captured)
     monkeypatch.setattr(cuda_graphs, "capturing", lambda _: True)
     areas.join()
     assert waits == [("caller", "pull"), ("pull", "caller")]

@@ -1,4 +1,4 @@
-"""Every order in which lanes and ranks may run leaves a ring call right. CPU, one process.
+"""Every order on which streams and ranks may run leaves a ring call right. CPU, one process.
 
 Programs are drawn at random: transports, masks, layouts, lengths that grow, blocks of keys, groups in turn, backwards
 in any order, recomputed forwards, and calls that all ranks leave alike with an error. They have no race, deadlock or
@@ -96,12 +96,12 @@ def without(channel: int) -> Callable[..., None]:
     return lambda self, other: None if other == channel else _barrier(self, other)
 
 
-def no_lane(lane: str) -> Callable[..., Point]:
-    """Nobody waits for the work of a lane."""
+def no_stream(stream: str) -> Callable[..., Point]:
+    """Nobody waits for the work of a stream."""
 
     def run(self: RecordedMemory, name: str, *args: Any, **options: Any) -> Point:
-        marker = _run_in_lane(self, name, *args, **options)
-        return Point(None) if name == lane else marker
+        marker = _run_on_stream(self, name, *args, **options)
+        return Point(None) if name == stream else marker
 
     return run
 
@@ -121,13 +121,13 @@ def one_area(self: RecordedMemory, name: str, *rest: Any) -> Any:
     return _view(self, "heads" if name == "rows" else name, *rest)
 
 
-def caller_without(lane: str) -> Callable[..., None]:
-    """The caller's stream does not wait for a lane."""
+def caller_without(stream: str) -> Callable[..., None]:
+    """The caller's stream does not wait for a stream."""
 
     def wait(self: RecordedMemory, *markers: Point) -> None:
         names = self.process.graph.names
         at_end = self.process.stream == CALLER
-        _wait(self, *(x for x in markers if not (at_end and x.node is not None and f" {lane}]" in names[x.node])))
+        _wait(self, *(x for x in markers if not (at_end and x.node is not None and f" {stream}]" in names[x.node])))
 
     return wait
 
@@ -141,7 +141,7 @@ class LatePass(Pass):
         super().add(*args, **options)
 
 
-_barrier, _run_in_lane, _view = RecordedMemory.barrier, RecordedMemory.run_in_lane, RecordedMemory.view
+_barrier, _run_on_stream, _view = RecordedMemory.barrier, RecordedMemory.run_on_stream, RecordedMemory.view
 _wait, _pull, _buffer = RecordedMemory.wait, GatheredKV.pull, Rank.buffer
 MEMORY = RecordedMemory
 
@@ -155,8 +155,8 @@ LEFT_OUT: dict[str, tuple[list[Step], str, Any, str, Any]] = {
     "begin of heads": (ULYSSES, "fill heads writes", MEMORY, "barrier", without(BEGIN)),
     "second area of heads": (ULYSSES, "fill rows writes", MEMORY, "view", one_area),
     "arrival of queries": (HOSTS, "round queries reads", Ulysses, "_attention", lambda x, *_: x.attention),
-    "arrival of keys": (COPIES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
-    "arrival of messages": (MESSAGES, "forward reads", MEMORY, "run_in_lane", no_lane("pull")),
+    "arrival of keys": (COPIES, "forward reads", MEMORY, "run_on_stream", no_stream("pull")),
+    "arrival of messages": (MESSAGES, "forward reads", MEMORY, "run_on_stream", no_stream("pull")),
     "buffer in use": (COPIES, "forward reads", GatheredKV, "pull", too_early),
     "buffer of messages in use": (MESSAGES, "forward reads", GatheredKV, "pull", too_early),
     "second buffer": (COPIES, "forward reads", Rank, "buffer", one_buffer("kv")),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringflash
 from ringflash import huggingface
-from ringflash.attention.inputs import differentiate_alike
+from ringflash.attention.inputs import require_grad_together
 from ringflash.verify.capture import embedding_head
 from tests.helpers.models import BOUNDS, EXPERTS, LENGTH, MODELS, TINY, build, documents, tokens
 
@@ -118,12 +118,12 @@ def test_partly_frozen_model_has_dense_gradients(trained: str) -> None:
 
 def test_frozen_inputs_share_storage_without_gradient() -> None:
     q, k = torch.ones(2, requires_grad=True), torch.ones(2)
-    alike = differentiate_alike(q, k)
+    alike = require_grad_together(q, k)
     assert alike[0] is q and alike[1].requires_grad and alike[1].data_ptr() == k.data_ptr()
     (alike[0] * alike[1]).sum().backward()
     assert q.grad is not None and k.grad is None
     with torch.no_grad():
-        assert differentiate_alike(q, k)[1] is k
+        assert require_grad_together(q, k)[1] is k
 
 
 def test_sinks_keep_their_dtype_with_bf16_attention() -> None:
@@ -231,7 +231,7 @@ def test_positions_are_checked_after_a_meta_forward() -> None:
 def test_partly_frozen_attention_has_no_graph_break() -> None:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def attend(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        q, k, v = differentiate_alike(q, k, k)
+        q, k, v = require_grad_together(q, k, k)
         return ringflash.ring_attention(q, k, v, group=None)
 
     q, k = torch.randn(2, 1, 8, 2, 16, dtype=torch.float64)

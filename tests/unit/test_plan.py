@@ -43,7 +43,7 @@ def peer_areas(rank: int, num_buffers: int) -> mock.Mock:
     areas = mock.Mock(spec=GroupAreas, rank=rank, num_buffers=num_buffers)
     areas.view.side_effect = lambda name, rank, shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     areas.cached.side_effect = lambda key, names, make: make()
-    areas.run_in_lane.side_effect = lambda lane, work, *_, **options: work()
+    areas.run_on_stream.side_effect = lambda stream, work, *_, **options: work()
     return areas
 
 
@@ -72,7 +72,7 @@ def gathered_bytes(job: TrainingJob, rank: int, turns: int) -> int:
     call = CallPlan(SequenceMask(job.seqlen), impl, "", Algorithm.GATHER, name, CallOptions(group))
     shape = CallShape.of(q, k, v)
     areas, blocks = peer_areas(rank, turns), call.key_blocks(shape)
-    kv_format = KVFormat.of(k, v, rounded=rounds(job.impl), for_backward=True)
+    kv_format = KVFormat.of(k, v, fp8=rounds(job.impl), for_backward=True)
     sizes = GatherSizes.of(blocks, shape.kv, model.num_heads, kv_format.dtype)
 
     def gather() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ringflash.attention import plan
-from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.gather_by_heads import GatherAttention
 from ringflash.attention.inputs import CallShape
 from ringflash.attention.options import Algorithm, CallOptions
 from ringflash.attention.ulysses import Ulysses
@@ -105,7 +105,7 @@ def test_a_call_counts_its_messages_between_hosts(split: HostSplit) -> None:
         call = made.open(CallShape.of(q, q, q), NO_NUMBER)
     ring = call.attention if isinstance(call, Ulysses) else call
     before = call.num_posted()
-    moved = [ring.areas.channel if isinstance(ring, HeadGather) else None]
+    moved = [ring.areas.channel if isinstance(ring, GatherAttention) else None]
     moved += [call.areas.channel] if isinstance(call, Ulysses) else []
     for channel in filter(None, moved):
         channel.post([], [])

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringflash.attention.schedule import active_steps, plan_blocks, plan_own_keys, plan_single_block
+from ringflash.attention.schedule import active_distances, plan_blocks, plan_own_keys, plan_single_block
 from ringflash.sequence import layout as layouts
 from ringflash.sequence.layout import DOCUMENT_LAYOUTS, LAYOUTS, granularity, local_positions
 from ringflash.sequence.mask import SequenceMask
@@ -25,7 +25,7 @@ def three_zigzags() -> Iterator[None]:
     """Chunks of a few tokens of a striped sequence, of which a dense mask can be drawn."""
     with mock.patch.dict(layouts._ZIGZAGS, striped=3):
         yield
-    for cached in (active_steps, plan_blocks, plan_own_keys, plan_single_block):
+    for cached in (active_distances, plan_blocks, plan_own_keys, plan_single_block):
         cached.cache_clear()
 
 
@@ -81,7 +81,7 @@ def test_steps_are_distances_at_which_keys_are_seen(problem: tuple[SequenceMask,
     mask, cp_size, layout = problem
     want, rows = visible(mask), [held(mask, cp_size, rank, layout) for rank in range(cp_size)]
     seen = {(q - k) % cp_size for q in range(cp_size) for k in range(cp_size) if want[rows[q]][:, rows[k]].any()}
-    assert active_steps(mask, cp_size, layout) == tuple(sorted(seen))
+    assert active_distances(mask, cp_size, layout) == tuple(sorted(seen))
 
 
 @given(problems([1]))
@@ -104,6 +104,6 @@ def test_zigzag_balances_a_causal_mask() -> None:
 def test_a_short_window_reaches_the_neighbour_only() -> None:
     """Contiguous, a window of less than a shard: one distance, and rank 0 receives nothing."""
     mask = SequenceMask(64, True, (5, 0))
-    assert active_steps(mask, 4, "contiguous") == (0, 1)
+    assert active_distances(mask, 4, "contiguous") == (0, 1)
     others = [plan_blocks(mask, 4, rank, "contiguous", (1, 1))[1] for rank in range(4)]
     assert [{segment.owner for segment in block.segments} for block in others] == [set(), {0}, {1}, {2}]

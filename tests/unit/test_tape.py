@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringflash.attention import gather_by_heads, schedule, sections
-from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.gather_by_heads import GatherAttention
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.recording import recorder, repeated_launch, step_lists, tape
 from ringflash.attention.recording.step_lists import RecordedStep, Role
@@ -34,7 +34,7 @@ from ringflash.comm import call_numbers, driver, event_pool
 from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.command_issuer import compiled
 from ringflash.comm.driver_commands import record_command
-from ringflash.comm.transport import copy_engine, lanes
+from ringflash.comm.transport import copy_engine, gpu_areas
 from ringflash.comm.watchdog import CallInFlight
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import needs_row_max, rounds
@@ -116,7 +116,7 @@ class Log(TorchDispatchMode):
 class Stream:
     """A stream that writes to the log of the present call."""
 
-    def __init__(self, name: str = "lane", **_: object) -> None:
+    def __init__(self, name: str = "stream", **_: object) -> None:
         self.name, self.cuda_stream, self.device_index = str(name), len(STREAMS), 0
         STREAMS.append(self.name)
 
@@ -165,10 +165,10 @@ class Memory(copy_engine.CopyEngine):
     """Memory of rank 0 of 2, whose barriers and copies write to the log."""
 
     def __init__(self) -> None:
-        lanes.Lanes.__init__(self, torch.device("cpu"))
+        gpu_areas.GpuAreas.__init__(self, torch.device("cpu"))
         self.rank, self.group = 0, cast(Any, None)
         self.peer: dict[str, torch.Tensor] = {}
-        self._lanes = {name: cast(Any, Stream(name)) for name in ("pull", "even", "odd", "begin", "end")}
+        self._named_streams = {name: cast(Any, Stream(name)) for name in ("pull", "even", "odd", "begin", "end")}
 
     def reserve(self, name: str, num_bytes: int) -> None:
         if name not in self._areas or self._areas[name].numel() < num_bytes:
@@ -204,8 +204,10 @@ def launch(kernel: Launcher, variant: Any, num_programs: int, *args: Any, **cons
         launcher.observer.tell(made)
 
 
-def expect(group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int], _: object) -> None:
-    """Stand in for `call_numbers.expect`."""
+def compare_later(
+    group: Any, event: Any, number: CallNumber, words: torch.Tensor, senders: list[int], _: object
+) -> None:
+    """Stand in for `call_numbers.compare_later`."""
     LOGS[-1].unread.append(words)
     LOGS[-1].awaited.append((LOGS[-1].numbers[event.cuda_event], LOGS[-1].place(words.data_ptr()), number, senders))
 
@@ -286,8 +288,8 @@ class FakeDriver(driver.Driver):
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams, launches and copies that only write to the log."""
     cuda = SimpleNamespace(Stream=Stream, set_stream=lambda x: setattr(LOGS[-1], "stream", x.name))
-    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(lanes, "current_stream", lambda _: CALLER)
+    monkeypatch.setattr(gpu_areas, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(gpu_areas, "current_stream", lambda _: CALLER)
     monkeypatch.setattr(Launcher, "__call__", launch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
@@ -298,7 +300,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     )
     monkeypatch.setattr(step_lists, "new_event", lambda _: Event())
     monkeypatch.setattr(event_pool, "new_event", lambda _: Event())
-    monkeypatch.setattr(call_numbers, "expect", expect)
+    monkeypatch.setattr(call_numbers, "compare_later", compare_later)
     with cuda_properties(132):
         yield
 
@@ -363,7 +365,7 @@ class Calls:
         q, k, v, dout = (x.detach() for x in inputs(shapes, one_storage))
         row_max = torch.zeros(1, 2 * count, self.rows) if needs_row_max(case.impl) else None
         heads, lines = (1,) * count, list[Any]()
-        call = HeadGather(
+        call = GatherAttention(
             self.blocks, self.memory, case.impl, 1.0, case.deterministic, CallNumber(number), rounds(case.impl)
         )
         watched = [CallInFlight(0, 0, name, 0.0) for name in ("forward", "backward")]
@@ -426,7 +428,7 @@ def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: p
     ordinary = calls.log(7, repeat=False)
     calls.log(3, repeat=True)
     recorded = calls.log(7, repeat=True)
-    with mock.patch.object(HeadGather, "_run", mock.Mock(side_effect=AssertionError("not repeated"))):
+    with mock.patch.object(GatherAttention, "_run", mock.Mock(side_effect=AssertionError("not repeated"))):
         repeated = calls.log(7, repeat=True), calls.log(7, repeat=True, one_storage=CASES[name].num_blocks == 1)
     assert recorded == ordinary and len(ordinary) > 30
     requests, memory = apart(ordinary)

@@ -37,7 +37,7 @@ class Messages:
     """PointToPoint without NCCL."""
 
     def __init__(self, name: str, group: object) -> None:
-        self.name, self.whole = name, self
+        self.name, self.group_channel = name, self
 
 
 NO_NCCL = mock.patch.object(registry, "PointToPoint", Messages)
@@ -380,7 +380,7 @@ def test_a_buffer_that_grew_is_held_by_no_earlier_mask() -> None:
         memory = registry.NcclGather(channel, k.device)
         for window in (9, 30, 60):
             block = schedule.plan_single_block(SequenceMask(192, False, (window, window)), 3, 1, "contiguous")
-            call = gather_by_heads.HeadGather((block,), memory, "reference", 1.0, False)
+            call = gather_by_heads.GatherAttention((block,), memory, "reference", 1.0, False)
             gathered = call._gathered("backward", k, k, 2)
             call._cached("return", ("kv", "dkv"), k, k, 2, partial(gradient_return.GradientReturn.of, gathered, k))
             del gathered

@@ -14,7 +14,7 @@ from ringflash.comm import wait_timer
 from ringflash.comm.transport import Pending, PointToPoint
 from ringflash.comm.transport.message_gather import GlooGather
 from ringflash.comm.wait_timer import measured, waiting
-from tests.unit.test_lane_lifetimes import passes
+from tests.unit.test_stream_lifetimes import passes
 
 CPU = torch.device("cpu")
 

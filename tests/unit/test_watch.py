@@ -93,7 +93,7 @@ class Rank:
         return self.watch.begin(memory or self.memory, way, CPU)  # type: ignore[arg-type]
 
     def issue(self, sections: int, way: str = "forward", memory: Memory | Messages | None = None) -> list[Token]:
-        """A call as `HeadGather` issues it: the tokens of its beginning and of its sections."""
+        """A call as `GatherAttention` issues it: the tokens of its beginning and of its sections."""
         tokens = [Token() for _ in range(sections + 1)]
         with self.begin(way, memory) as call:
             call.reach(tokens[0], "for all ranks to begin")

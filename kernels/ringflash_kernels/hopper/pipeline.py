@@ -141,62 +141,62 @@ def place_of(ticket, problem):
 
 
 @gluon.jit
-def two_sided_tile(ticket, problem, pointers, V: gl.constexpr):
+def two_sided_tile(ticket, problem, pointers, CFG: gl.constexpr):
     """Return first row, number of blocks, last stretch and number of stretches of a ticket's tile."""
     _batch, _head, rank = place_of(ticket, problem)
     entry = pointers.table + rank * 4
     num_stretches = gl.load(entry + 2)
-    return gl.load(entry) * V.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
+    return gl.load(entry) * CFG.rows, gl.load(entry + 3), gl.load(entry + 1) + num_stretches - 1, num_stretches
 
 
 @gluon.jit
-def stop_of(rows, problem, V: gl.constexpr):
+def stop_of(rows, problem, CFG: gl.constexpr):
     """Return, for each row, the key after the last one that the row's band holds."""
     stop = rows + problem.upper + 1
-    if V.mask == "bands":
+    if CFG.mask == "bands":
         stop = gl.where(rows < problem.split, stop, stop + problem.jump)
     return stop
 
 
 @gluon.jit
-def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, V: gl.constexpr):
+def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, CFG: gl.constexpr):
     """Return the tile of a ticket. Its bounds of blocks are those of its rows [FIRST, FIRST + COUNT).
 
     Each of these rows sees all keys from `last_start` to `first_stop`, so the blocks in between need no mask.
     """
-    ROWS: gl.constexpr = V.tiles.rows
-    BN: gl.constexpr = V.tiles.block_n
+    ROWS: gl.constexpr = CFG.tiles.rows
+    BN: gl.constexpr = CFG.tiles.block_n
     batch, head, rank = place_of(ticket, problem)
     row = (problem.num_row_tiles - 1 - rank) * ROWS
-    if V.mask == "ends":
-        row, num_blocks, stretch, num_stretches = two_sided_tile(ticket, problem, pointers, V)
+    if CFG.mask == "ends":
+        row, num_blocks, stretch, num_stretches = two_sided_tile(ticket, problem, pointers, CFG)
         return Tile(batch, head, row, 0, num_blocks, 0, 0, num_blocks, num_blocks, stretch, num_stretches)
-    if V.mask == "none":
+    if CFG.mask == "none":
         first_key = batch * 0
         last_start = first_key
         first_stop = problem.seqlen_k
         end_key = problem.seqlen_k
-    elif V.is_band:
+    elif CFG.is_band:
         last_row = gl.minimum(row + ROWS, problem.seqlen_q) - 1
         first_key = gl.maximum(row + problem.lower, 0)
-        end_key = gl.minimum(stop_of(last_row, problem, V), problem.seqlen_k)
+        end_key = gl.minimum(stop_of(last_row, problem, CFG), problem.seqlen_k)
         last_start = gl.minimum(row + FIRST + COUNT - 1, last_row) + problem.lower
-        first_stop = gl.minimum(stop_of(row + FIRST, problem, V), problem.seqlen_k)
+        first_stop = gl.minimum(stop_of(row + FIRST, problem, CFG), problem.seqlen_k)
     else:
         entry = pointers.table + rank * 8
-        row = gl.load(entry) * V.rows
+        row = gl.load(entry) * CFG.rows
         first_key = gl.load(entry + 1)
         last_start = gl.load(entry + 2)
         first_stop = gl.load(entry + 3)
         end_key = gl.load(entry + 4)
-    if V.tiles.aligned:
+    if CFG.tiles.aligned:
         first_key = first_key // BN * BN
     num_blocks = (gl.maximum(end_key - first_key, 0) + BN - 1) // BN
     first_seen = num_blocks * 0
     end_seen = num_blocks
-    if V.is_band and V.tiles.skips:
+    if CFG.is_band and CFG.tiles.skips:
         own_last_row = gl.minimum(row + FIRST + COUNT - 1, last_row)
-        own_end_key = gl.where(row + FIRST <= last_row, stop_of(own_last_row, problem, V), 0)
+        own_end_key = gl.where(row + FIRST <= last_row, stop_of(own_last_row, problem, CFG), 0)
         end_seen = gl.minimum((gl.maximum(own_end_key - first_key, 0) + BN - 1) // BN, num_blocks)
         first_seen = gl.minimum(gl.maximum(row + FIRST + problem.lower - first_key, 0) // BN, end_seen)
     first_full = gl.minimum((gl.maximum(last_start - first_key, 0) + BN - 1) // BN, end_seen)
@@ -205,15 +205,15 @@ def decode(ticket, problem, pointers, FIRST: gl.constexpr, COUNT: gl.constexpr, 
 
 
 @gluon.jit
-def visible_keys(rows, problem, pointers, V: gl.constexpr):
+def visible_keys(rows, problem, pointers, CFG: gl.constexpr):
     """Return start, stop: each row sees the keys [start, stop)."""
-    if V.mask == "none":
+    if CFG.mask == "none":
         start = rows * 0
         stop = start + problem.seqlen_k
-    elif V.is_band:
+    elif CFG.is_band:
         start = rows + problem.lower
-        stop = gl.minimum(stop_of(rows, problem, V), problem.seqlen_k)
-    elif V.mask == "ends":  # see `hide`
+        stop = gl.minimum(stop_of(rows, problem, CFG), problem.seqlen_k)
+    elif CFG.mask == "ends":  # see `hide`
         start = 0
         stop = 0
     else:
@@ -234,7 +234,7 @@ def slot(count, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def tiles_at(ring, index, V: gl.constexpr):
+def tiles_at(ring, index, CFG: gl.constexpr):
     """Return slot `index` of a ring: a (1, rows, 1, columns) buffer, as TMA moves it, for each part of the head."""
     if len(ring) == 2:
         tiles = (ring[0].index(index), ring[1].index(index))
@@ -244,13 +244,13 @@ def tiles_at(ring, index, V: gl.constexpr):
 
 
 @gluon.jit
-def q_tiles(shared, W, V: gl.constexpr):
+def q_tiles(shared, W, CFG: gl.constexpr):
     """Return Q of warpgroup W. If results are staged in Q, both parts are in that warpgroup's half of the buffer."""
-    if V.tiles.stage_in_q:
-        RATIO: gl.constexpr = V.tiles.parts[0] // V.tiles.parts[1]
+    if CFG.tiles.stage_in_q:
+        RATIO: gl.constexpr = CFG.tiles.parts[0] // CFG.tiles.parts[1]
         tiles = (shared.q[0].index(2 * W), shared.q[1].index((2 * W + 1) * RATIO))
     else:
-        tiles = tiles_at(shared.q, W, V)
+        tiles = tiles_at(shared.q, W, CFG)
     return tiles
 
 
@@ -258,21 +258,21 @@ def q_tiles(shared, W, V: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, tiles, full, batch, row, head, OTHERS: gl.constexpr, V: gl.constexpr):
+def load_tile(desc, tiles, full, batch, row, head, OTHERS: gl.constexpr, CFG: gl.constexpr):
     """Load all parts of one tile; `full` counts their bytes and the OTHERS."""
     if len(desc) == 2:
         mbarrier.expect(full, desc[0].block_type.nbytes + desc[1].block_type.nbytes + OTHERS)
     else:
         mbarrier.expect(full, desc[0].block_type.nbytes + OTHERS)
-    load_parts(desc, tiles, full, batch, row, head, V)
+    load_parts(desc, tiles, full, batch, row, head, CFG)
 
 
 @gluon.jit
-def load_parts(desc, tiles, full, batch, row, head, V: gl.constexpr):
+def load_parts(desc, tiles, full, batch, row, head, CFG: gl.constexpr):
     """Load all parts of one tile, whose bytes `full` expects."""
     tma_load(desc[0], [batch, row, head, 0], full, tiles[0])
     if len(desc) == 2:
-        tma_load(desc[1], [batch, row, head, V.tiles.parts[0]], full, tiles[1])
+        tma_load(desc[1], [batch, row, head, CFG.tiles.parts[0]], full, tiles[1])
 
 
 @gluon.jit
@@ -290,44 +290,44 @@ def load_number(buffer):
 
 
 @gluon.jit
-def publish(ticket, row, num_blocks, count, shared, barriers, V: gl.constexpr):
+def publish(ticket, row, num_blocks, count, shared, barriers, CFG: gl.constexpr):
     """Tell the consumers which tile is next; under a two-sided mask also its first row and its number of blocks."""
     index, phase = slot(count, 2)
     mbarrier.wait(barriers.ticket_empty.index(index), phase ^ 1)
     store_number(shared.ticket.index(index), ticket)
-    if V.mask == "ends":
+    if CFG.mask == "ends":
         store_number(shared.ticket.index(2 + 2 * index), row)
         store_number(shared.ticket.index(3 + 2 * index), num_blocks)
     mbarrier.arrive(barriers.ticket_full.index(index), count=1)
 
 
 @gluon.jit
-def own_head(head, W: gl.constexpr, V: gl.constexpr):
+def own_head(head, W: gl.constexpr, CFG: gl.constexpr):
     """Return the head of warpgroup W in a tile whose heads are numbered together."""
-    return head * V.heads + W % V.heads
+    return head * CFG.heads + W % CFG.heads
 
 
 @gluon.jit
-def own_row(row, W: gl.constexpr, V: gl.constexpr):
+def own_row(row, W: gl.constexpr, CFG: gl.constexpr):
     """Return the first row of warpgroup W in a tile."""
-    return row + W // V.heads * V.tiles.block_m
+    return row + W // CFG.heads * CFG.tiles.block_m
 
 
 @gluon.jit
-def load_q(q_desc, shared, barriers, tile, count, V: gl.constexpr):
+def load_q(q_desc, shared, barriers, tile, count, CFG: gl.constexpr):
     """Load the rows of each warpgroup once it has finished with those of the previous tile."""
-    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
+    WARPGROUPS: gl.constexpr = CFG.tiles.num_warpgroups
     for w in gl.static_range(WARPGROUPS):
         mbarrier.wait(barriers.q_empty.index(w), (count & 1) ^ 1)
-        load_tile(q_desc, q_tiles(shared, w, V), barriers.q_full.index(w), tile.batch,
-                  own_row(tile.row, w, V), own_head(tile.head, w, V), 0, V)  # fmt: skip
+        load_tile(q_desc, q_tiles(shared, w, CFG), barriers.q_full.index(w), tile.batch,
+                  own_row(tile.row, w, CFG), own_head(tile.head, w, CFG), 0, CFG)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------- consumers
 
 
 @gluon.jit
-def matrices(tiles, V: gl.constexpr):
+def matrices(tiles, CFG: gl.constexpr):
     """View the (1, rows, 1, columns) buffer of each part as the (rows, columns) matrix that wgmma reads."""
     first = tiles[0].reshape([tiles[0].shape[1], tiles[0].shape[3]])
     if len(tiles) == 2:
@@ -338,17 +338,17 @@ def matrices(tiles, V: gl.constexpr):
 
 
 @gluon.jit
-def own_q(shared, W: gl.constexpr, V: gl.constexpr):
+def own_q(shared, W: gl.constexpr, CFG: gl.constexpr):
     """Return Q of warpgroup W as matrices."""
-    return matrices(q_tiles(shared, opaque(W), V), V)
+    return matrices(q_tiles(shared, opaque(W), CFG), CFG)
 
 
 @gluon.jit
-def scores(q, k, V: gl.constexpr):
+def scores(q, k, CFG: gl.constexpr):
     """Issue S = Q K^T."""
-    S_LAYOUT: gl.constexpr = V.score_layout
-    BM: gl.constexpr = V.tiles.block_m
-    BN: gl.constexpr = V.tiles.block_n
+    S_LAYOUT: gl.constexpr = CFG.score_layout
+    BM: gl.constexpr = CFG.tiles.block_m
+    BN: gl.constexpr = CFG.tiles.block_n
     zeros = gl.zeros([BM, BN], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q[0], k[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     if len(q) == 2:
@@ -357,12 +357,12 @@ def scores(q, k, V: gl.constexpr):
 
 
 @gluon.jit
-def scaled(acc, factor, V: gl.constexpr):
+def scaled(acc, factor, CFG: gl.constexpr):
     """Return O with every row multiplied by its factor."""
-    O_LAYOUT: gl.constexpr = V.acc_layouts[0]
+    O_LAYOUT: gl.constexpr = CFG.acc_layouts[0]
     first = acc[0] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT))[:, None]
     if len(acc) == 2:
-        O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
+        O_LAYOUT1: gl.constexpr = CFG.acc_layouts[1]
         parts = (first, acc[1] * gl.convert_layout(factor, gl.SliceLayout(1, O_LAYOUT1))[:, None])
     else:
         parts = (first,)
@@ -370,34 +370,34 @@ def scaled(acc, factor, V: gl.constexpr):
 
 
 @gluon.jit
-def rescaled_part(acc, factor, PART: gl.constexpr, V: gl.constexpr):
+def rescaled_part(acc, factor, PART: gl.constexpr, CFG: gl.constexpr):
     """Return one part of O, rows multiplied by their factors, which are mostly 1."""
-    layout: gl.constexpr = V.acc_layouts[PART]
-    columns: gl.constexpr = V.tiles.value_parts[PART]
-    factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([V.tiles.block_m, columns])
-    return scale_unless_one(acc, factor, V.tiles.block_m * columns // 128)
+    layout: gl.constexpr = CFG.acc_layouts[PART]
+    columns: gl.constexpr = CFG.tiles.value_parts[PART]
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None].broadcast_to([CFG.tiles.block_m, columns])
+    return scale_unless_one(acc, factor, CFG.tiles.block_m * columns // 128)
 
 
 @gluon.jit
-def rescaled(acc, factor, V: gl.constexpr):
+def rescaled(acc, factor, CFG: gl.constexpr):
     """Return O rescaled by exp(old m - m), which is mostly 1; see `scaled`."""
     if len(acc) == 2:
-        parts = (rescaled_part(acc[0], factor, 0, V), rescaled_part(acc[1], factor, 1, V))
+        parts = (rescaled_part(acc[0], factor, 0, CFG), rescaled_part(acc[1], factor, 1, CFG))
     else:
-        parts = (rescaled_part(acc[0], factor, 0, V),)
+        parts = (rescaled_part(acc[0], factor, 0, CFG),)
     return parts
 
 
 @gluon.jit
-def zero_acc(V: gl.constexpr):
+def zero_acc(CFG: gl.constexpr):
     """Return O of no keys: zeros."""
-    O_LAYOUT: gl.constexpr = V.acc_layouts[0]
-    BM: gl.constexpr = V.tiles.block_m
-    columns: gl.constexpr = V.tiles.value_parts[0]
+    O_LAYOUT: gl.constexpr = CFG.acc_layouts[0]
+    BM: gl.constexpr = CFG.tiles.block_m
+    columns: gl.constexpr = CFG.tiles.value_parts[0]
     first = gl.zeros([BM, columns], gl.float32, O_LAYOUT)
-    if len(V.tiles.value_parts) == 2:
-        O_LAYOUT1: gl.constexpr = V.acc_layouts[1]
-        columns1: gl.constexpr = V.tiles.value_parts[1]
+    if len(CFG.tiles.value_parts) == 2:
+        O_LAYOUT1: gl.constexpr = CFG.acc_layouts[1]
+        columns1: gl.constexpr = CFG.tiles.value_parts[1]
         parts = (first, gl.zeros([BM, columns1], gl.float32, O_LAYOUT1))
     else:
         parts = (first,)
@@ -405,57 +405,57 @@ def zero_acc(V: gl.constexpr):
 
 
 @gluon.jit
-def hide(s, index, key, rows, shared, pointers, V: gl.constexpr):
+def hide(s, index, key, rows, shared, pointers, CFG: gl.constexpr):
     """Return S with -inf for keys that the row does not see; their ends are in slot `index` of the ring."""
-    S_LAYOUT: gl.constexpr = V.score_layout
-    keys = key + gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
-    if V.mask == "ends":  # all is read again in each masked block, since the others need the registers
-        own = rows.first + gl.arange(0, V.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
+    S_LAYOUT: gl.constexpr = CFG.score_layout
+    keys = key + gl.arange(0, CFG.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+    if CFG.mask == "ends":  # all is read again in each masked block, since the others need the registers
+        own = rows.first + gl.arange(0, CFG.tiles.block_m, layout=gl.SliceLayout(1, S_LAYOUT))
         stop = gl.load(pointers.stop + own)
-        if V.ends_bytes:
-            ends = shared.ends.index(index).reshape([V.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
+        if CFG.ends_bytes:
+            ends = shared.ends.index(index).reshape([CFG.tiles.block_n]).load(gl.SliceLayout(0, S_LAYOUT))
         else:
-            columns = gl.arange(0, V.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
+            columns = gl.arange(0, CFG.tiles.block_n, layout=gl.SliceLayout(0, S_LAYOUT))
             ends = gl.load(gl.multiple_of(pointers.ends + key, 16) + columns)
         SHAPE: gl.constexpr = s.shape
         own, ends = own[:, None].broadcast_to(SHAPE), ends[None, :].broadcast_to(SHAPE)
         s = seen_only(s, own, ends, keys[None, :].broadcast_to(SHAPE), stop[:, None].broadcast_to(SHAPE))
-        if V.starts:
-            start = gl.load(pointers.start + rows.first + gl.arange(0, V.tiles.block_m, layout=stop.type.layout))
+        if CFG.starts:
+            start = gl.load(pointers.start + rows.first + gl.arange(0, CFG.tiles.block_m, layout=stop.type.layout))
             s = gl.where(keys[None, :] >= start[:, None], s, float("-inf"))
     else:
         visible = keys[None, :] < rows.stop[:, None]
-        if V.mask != "none":
+        if CFG.mask != "none":
             visible = visible & (keys[None, :] >= rows.start[:, None])
         s = gl.where(visible, s, float("-inf"))
     return s
 
 
 @gluon.jit
-def lane_sums(p, V: gl.constexpr):
+def lane_sums(p, CFG: gl.constexpr):
     """Return row sums within a thread; the four lanes that share a row add theirs once, at the end."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def over_lanes(x, V: gl.constexpr):
+def over_lanes(x, CFG: gl.constexpr):
     """Return the largest number of each row, of which the four lanes that share a row have one in a first register."""
-    BM: gl.constexpr = V.tiles.block_m
-    EIGHTS: gl.constexpr = V.tiles.block_n // 8
+    BM: gl.constexpr = CFG.tiles.block_m
+    EIGHTS: gl.constexpr = CFG.tiles.block_n // 8
     x = x.reshape([BM, EIGHTS, 4, 2]).permute([0, 2, 1, 3]).reshape([BM, 4, 2 * EIGHTS])
     for _ in gl.static_range(EIGHTS.bit_length()):  # the first of a lane's registers
         x = x.reshape([BM, 4, x.shape[2] // 2, 2]).split()[0]
-    return gl.convert_layout(gl.max(x.reshape([BM, 4]), 1), gl.SliceLayout(1, V.score_layout), assert_trivial=True)
+    return gl.convert_layout(gl.max(x.reshape([BM, 4]), 1), gl.SliceLayout(1, CFG.score_layout), assert_trivial=True)
 
 
 @gluon.jit
-def nothing_yet(V: gl.constexpr):
+def nothing_yet(CFG: gl.constexpr):
     """Return O, row maxima and lanes' sums before the first block."""
-    BM: gl.constexpr = V.tiles.block_m
-    BN: gl.constexpr = V.tiles.block_n
-    S_LAYOUT: gl.constexpr = V.score_layout
+    BM: gl.constexpr = CFG.tiles.block_m
+    BN: gl.constexpr = CFG.tiles.block_n
+    S_LAYOUT: gl.constexpr = CFG.score_layout
     row_max = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    return zero_acc(V), row_max, lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), V)
+    return zero_acc(CFG), row_max, lane_sums(gl.zeros([BM, BN], gl.float32, S_LAYOUT), CFG)
 
 
 @gluon.jit
@@ -475,46 +475,46 @@ def stretch_at(index, shared):
 
 
 @gluon.jit
-def key_of(tile, i, V: gl.constexpr):
+def key_of(tile, i, CFG: gl.constexpr):
     """Return the first key of the i-th block of the walk."""
-    return tile.key + (tile.num_blocks - 1 - i) * V.tiles.block_n
+    return tile.key + (tile.num_blocks - 1 - i) * CFG.tiles.block_n
 
 
 @gluon.jit
-def take_turn(token, W: gl.constexpr, V: gl.constexpr):
+def take_turn(token, W: gl.constexpr, CFG: gl.constexpr):
     """Wait until the previous consumer has passed the turn to consumer W."""
-    if V.tiles.turns:
+    if CFG.tiles.turns:
         named_barrier(token, 8 + W, 256, False)
 
 
 @gluon.jit
-def pass_turn(token, W: gl.constexpr, V: gl.constexpr):
+def pass_turn(token, W: gl.constexpr, CFG: gl.constexpr):
     """Let the next consumer issue its products."""
-    if V.tiles.turns:
-        named_barrier(token, 8 + (W + 1) % V.tiles.num_warpgroups, 256, True)
+    if CFG.tiles.turns:
+        named_barrier(token, 8 + (W + 1) % CFG.tiles.num_warpgroups, 256, True)
 
 
 @gluon.jit
-def pass_block(kv, shared, barriers, V: gl.constexpr):
+def pass_block(kv, shared, barriers, CFG: gl.constexpr):
     """Release a block that none of the warpgroup's rows sees, so that all warpgroups count the ring's uses alike."""
-    index, phase = slot(kv, V.tiles.num_stages)
+    index, phase = slot(kv, CFG.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    if not V.tiles.halves:
+    if not CFG.tiles.halves:
         mbarrier.wait(barriers.v_full.index(index), phase)
         mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return kv + 1
 
 
 @gluon.jit
-def attend_nothing(q_empty, kv, V: gl.constexpr):
+def attend_nothing(q_empty, kv, CFG: gl.constexpr):
     """Return the results of `attend_overlapped` for a tile that sees no key."""
-    if not V.tiles.stage_in_q:
+    if not CFG.tiles.stage_in_q:
         mbarrier.arrive(q_empty, count=1)
-    BM: gl.constexpr = V.tiles.block_m
-    rows: gl.constexpr = gl.SliceLayout(1, V.score_layout)
+    BM: gl.constexpr = CFG.tiles.block_m
+    rows: gl.constexpr = gl.SliceLayout(1, CFG.score_layout)
     inverse = gl.full([BM], 0.0, gl.float32, rows)
-    return zero_acc(V), inverse, gl.full([BM], float("-inf"), gl.float32, rows), kv
+    return zero_acc(CFG), inverse, gl.full([BM], float("-inf"), gl.float32, rows), kv
 
 
 @gluon.jit
@@ -537,9 +537,9 @@ def stage_of(shared, desc, W: gl.constexpr):
 
 
 @gluon.jit
-def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr):
+def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.constexpr, CFG: gl.constexpr):
     """Load part of the earlier output into the staging buffer, once the previous store from there has been read."""
-    column: gl.constexpr = PART * V.tiles.value_parts[0]
+    column: gl.constexpr = PART * CFG.tiles.value_parts[0]
     buffer = stage_of(shared, acc_desc[PART], W)
     tma_store_wait(0)
     mbarrier.expect(full, acc_desc[PART].block_type.nbytes)
@@ -549,23 +549,23 @@ def load_state(acc_desc, shared, full, tile, row, W: gl.constexpr, PART: gl.cons
 @gluon.jit
 def store_part(
     acc, o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight,
-    W: gl.constexpr, PART: gl.constexpr, V: gl.constexpr,
+    W: gl.constexpr, PART: gl.constexpr, CFG: gl.constexpr,
 ):  # fmt: skip
     """Merge part of the earlier output into this one and store it. Returns the number of state loads so far."""
-    BM: gl.constexpr = V.tiles.block_m
-    column: gl.constexpr = PART * V.tiles.value_parts[0]
-    layout: gl.constexpr = V.acc_layouts[PART]
-    columns: gl.constexpr = V.tiles.value_parts[PART]
-    if V.resume:
-        if PART == 1 or V.tiles.stage_in_q:
-            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, PART, V)
+    BM: gl.constexpr = CFG.tiles.block_m
+    column: gl.constexpr = PART * CFG.tiles.value_parts[0]
+    layout: gl.constexpr = CFG.acc_layouts[PART]
+    columns: gl.constexpr = CFG.tiles.value_parts[PART]
+    if CFG.resume:
+        if PART == 1 or CFG.tiles.stage_in_q:
+            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, PART, CFG)
         mbarrier.wait(barriers.acc_full.index(W), loads & 1)
         loads += 1
         old = stage_of(shared, acc_desc[PART], W).reshape([BM, columns]).load(layout)
         old_weight = gl.convert_layout(old_weight, gl.SliceLayout(1, layout))[:, None]
         # Written out: of the two products in this sum the compiler might fuse another one for each output dtype.
         acc = gl.fma(old, old_weight.broadcast_to(old.shape), acc)
-    elif PART == 1 or not V.tiles.stage_in_q:
+    elif PART == 1 or not CFG.tiles.stage_in_q:
         tma_store_wait(0)
     buffer = stage_of(shared, o_desc[PART], W)
     buffer.reshape([BM, columns]).store(acc.to(o_desc[PART].dtype))
@@ -575,12 +575,12 @@ def store_part(
 
 
 @gluon.jit
-def receive(count, shared, barriers, V: gl.constexpr):
+def receive(count, shared, barriers, CFG: gl.constexpr):
     """Return the next ticket from the producer; under a two-sided mask also the tile's row and number of blocks."""
     index, phase = slot(count, 2)
     mbarrier.wait(barriers.ticket_full.index(index), phase)
     ticket = load_number(shared.ticket.index(index))
-    if V.mask == "ends":
+    if CFG.mask == "ends":
         row = load_number(shared.ticket.index(2 + 2 * index))
         num_blocks = load_number(shared.ticket.index(3 + 2 * index))
     else:
@@ -591,13 +591,13 @@ def receive(count, shared, barriers, V: gl.constexpr):
 
 
 @gluon.jit
-def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, V: gl.constexpr):
+def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, CFG: gl.constexpr):
     """Return the tile of a ticket as consumer W sees it, with its own head."""
-    if V.mask == "ends":
+    if CFG.mask == "ends":
         batch, head, _rank = place_of(ticket, problem)
-        return Tile(batch, own_head(head, W, V), row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
-    tile = decode(ticket, problem, pointers, W * V.tiles.block_m, V.tiles.block_m, V)
-    return Tile(tile.batch, own_head(tile.head, W, V), tile.row, tile.key, tile.num_blocks, tile.first_seen,
+        return Tile(batch, own_head(head, W, CFG), row, 0, num_blocks, 0, 0, num_blocks, num_blocks, 0, 0)
+    tile = decode(ticket, problem, pointers, W * CFG.tiles.block_m, CFG.tiles.block_m, CFG)
+    return Tile(tile.batch, own_head(tile.head, W, CFG), tile.row, tile.key, tile.num_blocks, tile.first_seen,
                 tile.first_full, tile.end_full, tile.end_seen)  # fmt: skip
 
 
@@ -605,11 +605,11 @@ def received_tile(ticket, row, num_blocks, problem, pointers, W: gl.constexpr, V
 
 
 @gluon.jit
-def pair(first, second, V: gl.constexpr):
+def pair(first, second, CFG: gl.constexpr):
     """Return the descriptors of both parts of the head; parts of equal width share one."""
-    if len(V.tiles.parts) == 1:
+    if len(CFG.tiles.parts) == 1:
         parts = (first,)
-    elif V.tiles.parts[0] == V.tiles.parts[1]:
+    elif CFG.tiles.parts[0] == CFG.tiles.parts[1]:
         parts = (first, first)
     else:
         parts = (first, second)
@@ -617,7 +617,7 @@ def pair(first, second, V: gl.constexpr):
 
 
 @gluon.jit
-def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
+def ring_of(desc, COUNT: gl.constexpr, CFG: gl.constexpr):
     """Allocate COUNT tiles of shared memory for each part of the head."""
     first = gl.allocate_shared_memory(desc[0].dtype, [COUNT] + desc[0].block_shape, desc[0].layout)
     if len(desc) == 2:
@@ -628,9 +628,9 @@ def ring_of(desc, COUNT: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def tickets(V: gl.constexpr):
+def tickets(CFG: gl.constexpr):
     """Allocate two tickets; under a two-sided mask also row and number of blocks of each, and two numbers a stage."""
-    COUNT: gl.constexpr = 6 + 2 * V.tiles.num_stages if V.mask == "ends" else 2
+    COUNT: gl.constexpr = 6 + 2 * CFG.tiles.num_stages if CFG.mask == "ends" else 2
     return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -644,18 +644,18 @@ def barrier_ring(SIZE: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(V: gl.constexpr):
+def make_barriers(CFG: gl.constexpr):
     """Allocate and initialise the mbarriers of a program."""
-    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
-    STAGES: gl.constexpr = V.tiles.num_stages
+    WARPGROUPS: gl.constexpr = CFG.tiles.num_warpgroups
+    STAGES: gl.constexpr = CFG.tiles.num_stages
     q_full = barrier_ring(WARPGROUPS, 1)
-    if V.resume:
+    if CFG.resume:
         acc_full = barrier_ring(WARPGROUPS, 1)
     else:
         acc_full = q_full  # not a new, unused one: its memory would be reused, see backward_keys
     k_full = barrier_ring(STAGES, 1)
     k_empty = barrier_ring(STAGES, WARPGROUPS)
-    if V.tiles.halves or V.tiles.joint:
+    if CFG.tiles.halves or CFG.tiles.joint:
         v_full = k_full
         v_empty = k_empty
     else:

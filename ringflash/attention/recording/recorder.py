@@ -1,7 +1,7 @@
 """Recorder of one call: launches of kernels, operators of torch, and what else the call asks of the device.
 
 It sees launches through `observed_launches`, and operators as a dispatch mode. All other work (copies, barriers, work
-of the host) must be passed to `Lanes.run` or `Lanes.run_on_host`, which report it.
+of the host) must be passed to `GpuAreas.run` or `GpuAreas.run_on_host`, which report it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringflash.attention.recording.steps import (
     view_of,
 )
 from ringflash.comm.driver import driver
-from ringflash.comm.transport.lanes import Commands, Lanes
+from ringflash.comm.transport.gpu_areas import Commands, GpuAreas
 
 ALLOCATIONS = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
@@ -44,7 +44,7 @@ class Recorder(TorchDispatchMode):
         problems: why the call cannot be repeated; empty: it can.
     """
 
-    def __init__(self, areas: Lanes, tensors: Tensors) -> None:
+    def __init__(self, areas: GpuAreas, tensors: Tensors) -> None:
         super().__init__()
         self.problems: list[str] = []
         self.slots = Slots(tensors, self.problems.append)  # not `give_up`, a cycle that keeps the tensors

@@ -28,7 +28,7 @@ from ringflash.attention.recording.steps import (
 from ringflash.comm.driver import Driver, driver
 from ringflash.comm.driver_commands import Command, record_command, wait_command
 from ringflash.comm.event_pool import new_event
-from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.gpu_areas import GpuAreas
 
 _TOGETHER_BYTES = 256 << 20  # the most memory that is one allocation; the host has time in calls that need more
 
@@ -88,7 +88,7 @@ class RecordedEvent(NamedTuple):
 def repeated_steps(
     recorded: Sequence[RecordedStep | RecordedEvent],
     seen_by_host: set[int],
-    areas: Lanes,
+    areas: GpuAreas,
     current: torch.cuda.Stream,
     allocate: Allocate,
 ) -> list[Step]:
@@ -113,8 +113,8 @@ def _with_memory_together(
 ) -> Sequence[RecordedStep | RecordedEvent]:
     """Return the steps with one allocation for all memory that the call frees: each one takes the host 5 µs.
 
-    The memory is that of the caller's stream: all lanes begin after it, and it waits for all of them at the end. It is
-    not used again within the call. So the steps stay as they are if it is large, and if torch's operators use it.
+    The memory is that of the caller's stream: all streams begin after it, and it waits for all of them at the end. It
+    is not used again within the call. So the steps stay as they are if it is large, and if torch's operators use it.
     """
     steps = [x for x in recorded if isinstance(x, RecordedStep)]
     freed = {x.slot for x in steps if x.role is Role.DROP}
@@ -131,7 +131,7 @@ def _steps_in_lists(
     recorded: Sequence[RecordedStep | RecordedEvent],
     shared: dict[int, torch.cuda.Event],
     cuda_driver: Driver,
-    areas: Lanes,
+    areas: GpuAreas,
     current: torch.cuda.Stream,
 ) -> Iterator[Step]:
     """Yield the steps of a repetition, with as many commands in each list as possible.

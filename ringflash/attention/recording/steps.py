@@ -13,7 +13,7 @@ from ringflash.comm.call_numbers import CallNumber
 from ringflash.comm.driver import CommandList, Driver
 from ringflash.comm.driver_commands import Command
 from ringflash.comm.event_pool import ReusedEvent, address_of, take_event
-from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.gpu_areas import GpuAreas
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 
 Tensors = Sequence[Tensor | None]
@@ -106,7 +106,7 @@ def issue_step(cuda_driver: Driver, commands: list[Command]) -> Step:
     return issue
 
 
-def enter_step(areas: Lanes, stream: torch.cuda.Stream) -> Step:
+def enter_step(areas: GpuAreas, stream: torch.cuda.Stream) -> Step:
     """Return the step that makes a stream current."""
 
     def enter(_: Repetition) -> None:

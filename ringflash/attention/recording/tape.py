@@ -21,7 +21,7 @@ from torch import Tensor
 from ringflash.attention.recording.recorder import Recorder
 from ringflash.attention.recording.steps import Repetition, Step, Tensors
 from ringflash.comm.call_numbers import CallNumber
-from ringflash.comm.transport.lanes import Lanes
+from ringflash.comm.transport.gpu_areas import GpuAreas
 from ringflash.comm.wait_timer import measuring
 from ringflash.comm.watchdog import CallInFlight, Unwatched
 from ringflash_kernels.api import launches_are_traced, observed_launches
@@ -43,7 +43,9 @@ class Tape:
         self.num_slots = self.num_events = 0
         self.calls = 0
 
-    def record(self, areas: Lanes, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def record(
+        self, areas: GpuAreas, tensors: Tensors, issue: Callable[[Any], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
         """Make a call by `issue(tensors)`, and record it unless it is the first of its form, which builds tables."""
         self.calls += 1
         ids = [id(x) for x in tensors if x is not None]
@@ -62,7 +64,7 @@ class Tape:
         return results
 
     def repeat(
-        self, areas: Lanes, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
+        self, areas: GpuAreas, tensors: Tensors, number: CallNumber, watched: CallInFlight | Unwatched
     ) -> tuple[Tensor, ...]:
         """Make a call with other tensors of the same form, and return its results."""
         now, caller = Repetition(tensors, number, watched, self.num_slots, self.num_events), areas.current()

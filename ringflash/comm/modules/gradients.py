@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ringflash.comm.agreement import gather
 from ringflash.comm.group import Group, resolve
-from ringflash.comm.modules.parameters import EqualParameters, is_shared
+from ringflash.comm.modules.parameters import ParameterCheck, is_shared
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
@@ -33,7 +33,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
     every = list(dict.fromkeys(parameters))  # tied ones once
     if group is None or not every:
         return
-    equal = _averaged.setdefault(every[0], EqualParameters())
+    equal = _averaged.setdefault(every[0], ParameterCheck())
     equal.compare(((f"parameter {i} {tuple(x.shape)}", x) for i, x in enumerate(every)), group)
     _fill([x for x in every if is_shared(x)], group)
     for parameter in every:
@@ -46,7 +46,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: Group) -> None:
 _averaged = WeakIdKeyDictionary()  # from the first of the averaged parameters to their comparison
 
 
-class FilledGradients:
+class GradientFiller:
     """Filler of missing gradients: zeros for parameters that only other ranks of a ring have used in a backward.
 
     Many loops all-reduce the gradients that exist (`if p.grad is not None`). If ranks had gradients of different

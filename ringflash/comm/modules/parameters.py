@@ -19,7 +19,7 @@ from ringflash.comm.agreement import gather
 from ringflash.comm.comparison import gather_values
 
 
-class EqualParameters:
+class ParameterCheck:
     """Comparison of the parameters that every rank of a ring has; what FSDP or ZeRO-3 shards over the ring is left out.
 
     Parameters are compared in the forwards (or other uses) number 1, 2, 4, 8, ... Forwards with gradients and forwards

@@ -6,7 +6,7 @@ areas            interface of the transports that move what ranks have written t
 copy_engine      areas that all GPUs of a host map, and copies between them
 store_exchanges  torch's count of its exchanges over the store, made equal on all ranks before memory is mapped
 message_gather   areas whose contents travel as messages of NCCL or gloo
-lanes            CUDA streams and cached views, shared by both kinds of areas
+gpu_areas        CUDA streams and cached views, shared by both kinds of areas
 copies           many copies between GPUs with one driver call
 buffers          the pool of communication buffers
 """
@@ -23,11 +23,11 @@ from ringflash.comm.transport.registry import (
     Undecided,
     buffer_bytes,
     choose_transport,
+    group_transport,
     message_transport,
     open_exchange_areas,
     open_gather_areas,
     open_transport,
     release_buffers,
     transport_name,
-    whole_transport,
 )

@@ -1,8 +1,8 @@
 """Interface of the copy engine and of message transports: named memory areas whose contents travel between ranks.
 
-    reserve      every rank allocates an area of the same size
-    barrier      order the streams of all ranks: work issued before it on any rank precedes work issued after it
-    run_in_lane  run work on a separate stream
+    reserve        every rank allocates an area of the same size
+    barrier        order the streams of all ranks: work issued before it on any rank precedes work issued after it
+    run_on_stream  run work on a separate stream
 
 `CopyEngine` copies from areas of other ranks, which it maps. `NcclGather` and `GlooGather` send messages, which order
 the ranks without barriers. Only `reserve` blocks the host, and only if an area grows.
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringflash.comm.transport.lanes import Commands, Marker, T
+from ringflash.comm.transport.gpu_areas import Commands, Marker, T
 
 # Channels of barriers. In a call that gathers K/V, when a stream has passed the barrier of
 #   BEGIN:      every rank has published K/V of this call (of large K/V, those of its first section)
@@ -46,9 +46,9 @@ class Outgoing(NamedTuple):
 
 
 class JoinAfterError:
-    """Context that makes the caller's stream wait for all lanes after an error.
+    """Context that makes the caller's stream wait for all other streams after an error.
 
-    After an error, such as out of memory, lanes may still write to memory that the caller is about to free. They may
+    After an error, such as out of memory, streams may still write to memory that the caller is about to free. They may
     also write to a buffer that the next call uses, even a call of another group.
     """
 
@@ -121,20 +121,20 @@ class GroupAreas(Protocol):
         """Run `work(*args)` as `run` does, but without using the device, and return its result."""
 
     def on_one_stream(self) -> AbstractContextManager[None]:
-        """Return a context that asks torch for the current stream once; inside it only lanes change the stream."""
+        """Return a context that asks torch for the current stream once; inside it only `run_on_stream` changes it."""
 
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    def run_on_stream(
+        self, name: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
-        """Run `work` after these markers, in the order of its lane, concurrently with the current stream.
+        """Run `work` on the stream `name`, after these markers; the current stream does not wait for it.
 
-        Urgent work has priority for free SMs. Either all work of a lane is urgent or none is.
+        Urgent work has priority for free SMs. Either all work of a stream is urgent or none is.
         """
 
     def join(self) -> None:
-        """Order the current stream and every lane after all lanes, including work that raised and has no marker.
+        """Order the current and all named streams after all named ones, including work that raised and has no marker.
 
-        Afterwards it is safe to free memory that one lane allocated and another one used.
+        Afterwards it is safe to free memory that one stream allocated and another one used.
         """
 
     def num_bytes(self) -> int:

@@ -64,4 +64,4 @@ def release_buffers() -> None:
     for device in {device for device, _ in _storage}:
         synchronize(device)
     _storage.clear()
-    cuda_graphs.release()
+    cuda_graphs.drop_captured()

@@ -20,7 +20,7 @@ from ringflash.comm.driver_commands import Command
 from ringflash.comm.group import HostSplit, this_host
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.copies import Copies
-from ringflash.comm.transport.lanes import Lanes, T
+from ringflash.comm.transport.gpu_areas import GpuAreas, T
 from ringflash.comm.transport.store_exchanges import StoreExchangeCount
 
 _PAD_BYTES = 16  # torch's smallest allocation; it adds a pad of signals to each
@@ -34,7 +34,7 @@ class OutOfReach(NoCopyEngine):
     """Raised for ranks on different hosts, or GPUs without peer access."""
 
 
-class CopyEngine(Lanes):
+class CopyEngine(GpuAreas):
     """Areas in torch's symmetric memory: all GPUs of a host map them, and copies between them need no SM.
 
     Args:

@@ -1,6 +1,6 @@
 """Areas whose contents travel between ranks as messages, within a host or between hosts.
 
-Messages are ordered among each other and with the work of their lane, so no barrier is needed: a rank sends data that
+Messages are ordered among each other and with the work of their stream, so no barrier is needed: a rank sends data that
 it wrote earlier, receives into memory that is no longer read, and the caller's stream waits for the messages.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from ringflash.comm import cuda_graphs
 from ringflash.comm.transport.areas import Incoming, Outgoing
 from ringflash.comm.transport.buffers import synchronize
-from ringflash.comm.transport.lanes import Lanes, Marker, T
+from ringflash.comm.transport.gpu_areas import GpuAreas, Marker, T
 from ringflash.comm.transport.point_to_point import Message, PointToPoint
 from ringflash.comm.wait_timer import waiting
 
 
-class NcclGather(Lanes):
+class NcclGather(GpuAreas):
     """Areas over messages of NCCL.
 
     Messages need SMs, which a forward kernel holds until it ends. With a third buffer, a message may take as long as
@@ -72,7 +72,7 @@ class NcclGather(Lanes):
 
     @property
     def num_posted(self) -> int:
-        return self.channel.whole.num_posted
+        return self.channel.group_channel.num_posted
 
     def release(self) -> None:
         synchronize(self._device)
@@ -116,8 +116,8 @@ class GlooGather(NcclGather):
         for marker in markers:
             marker.wait()  # type: ignore[attr-defined]
 
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    def run_on_stream(
+        self, name: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
         self.wait(*after)
         work()

@@ -96,7 +96,7 @@ class PointToPoint:
     num_posted = 0  # batches, empty ones included: equal on all ranks after the same calls
     members: tuple[int, ...] = ()  # ranks of the group that exchange messages; empty: all
     capture_checked = False  # once per call, because reading the allocator's state takes milliseconds
-    _whole: PointToPoint | None = None
+    _group_channel: PointToPoint | None = None
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self.name, self.rank, self.group = name, group.rank(), group
@@ -112,14 +112,18 @@ class PointToPoint:
         Args:
             members: ranks of the group, this one among them.
         """
-        view = copy.copy(self.whole)
-        view.members, view.rank, view._whole = tuple(members), members.index(self.whole.rank), self.whole
+        view = copy.copy(self.group_channel)
+        view.members, view.rank, view._group_channel = (
+            tuple(members),
+            members.index(self.group_channel.rank),
+            self.group_channel,
+        )
         return view
 
     @property
-    def whole(self) -> PointToPoint:
+    def group_channel(self) -> PointToPoint:
         """Messages between all ranks of the group."""
-        return self._whole or self
+        return self._group_channel or self
 
     def rank_in_group(self, rank: int) -> int:
         """Return the group rank of a member."""
@@ -139,7 +143,7 @@ class PointToPoint:
         """
         todo = [self._start("to", self._channel.send, *message) for message in sends]
         todo += [self._start("from", self._channel.recv, *message) for message in recvs]
-        self.whole.num_posted += 1  # before posting: if it fails, part of the batch may be in flight
+        self.group_channel.num_posted += 1  # before posting: if it fails, part of the batch may be in flight
         return self._post(todo, sends + recvs)
 
     def _post(self, todo: list[tuple[Callable[[], dist.Work], str]], messages: list[Message]) -> Pending:
@@ -157,9 +161,9 @@ class PointToPoint:
         if not todo:
             return Pending([])
         device = messages[0].tensor.device
-        if capturing(device) and not self.whole.capture_checked:
+        if capturing(device) and not self.group_channel.capture_checked:
             check_capture()
-            self.whole.capture_checked = True
+            self.group_channel.capture_checked = True
         self._channel._start_coalescing(device)
         for start, _ in todo:
             start()

@@ -93,7 +93,7 @@ def _opened(name: str, group: dist.ProcessGroup, make: Callable[[], T]) -> T:
     if entry is None or entry[0] is not group:  # a group that was destroyed may have had the same name
         _close_destroyed()
         entry = _open[key] = (group, make())
-    if isinstance(messages := whole_transport(entry[1]), PointToPoint):
+    if isinstance(messages := group_transport(entry[1]), PointToPoint):
         messages.capture_checked = False
     return cast(T, entry[1])
 
@@ -159,11 +159,11 @@ def transport_name(transport: Transport | None) -> str | None:
     return transport.name if isinstance(transport, (PointToPoint, NcclGather)) else "copy_engine"
 
 
-def whole_transport(transport: Transport) -> Transport:
+def group_transport(transport: Transport) -> Transport:
     """Return the transport that orders calls of this one: messages of the whole group, or the copy engine itself."""
     if isinstance(transport, NcclGather):
         transport = transport.channel
-    return transport.whole if isinstance(transport, PointToPoint) else transport
+    return transport.group_channel if isinstance(transport, PointToPoint) else transport
 
 
 def open_gather_areas(channel: PointToPoint, device: torch.device) -> NcclGather:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.communicator import note_end
-from ringflash.comm.transport.lanes import Marker
+from ringflash.comm.communicator import record_call_end
+from ringflash.comm.transport.gpu_areas import Marker
 
 HasEnded = Callable[[Any], bool]  # takes a Marker; True if the device has passed it
 WAITS = "has been waiting"  # first words of the state of a rank whose device waits for other ranks
@@ -60,7 +60,7 @@ class CallInFlight:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        note_end(error)
+        record_call_end(error)
         try:
             if self.broken is not None and isinstance(error, dist.DistBackendError):
                 self.broken(error)

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ringflash.comm.communicator import finish_device, tell_user
+from ringflash.comm.communicator import print_notice, synchronize_at_exit
 from ringflash.comm.cuda_graphs import capturing
 from ringflash.comm.timeouts import timeout
-from ringflash.comm.transport import PointToPoint, Transport, transport_name, whole_transport
+from ringflash.comm.transport import PointToPoint, Transport, group_transport, transport_name
 from ringflash.comm.watchdog.calls import WAITS, CallInFlight, CallQueue, HasEnded, Unwatched
 from ringflash.comm.watchdog.cuda_events import DeviceLost, Events
 from ringflash.comm.watchdog.store import ANSWER_S, StoreGone, WatchdogStore
@@ -61,7 +61,7 @@ class Watchdog:
         end: Callable[[float], None] | None = None,
     ) -> None:
         self.clock, self.pause = clock, pause
-        self.say, self.end = say or tell_user, end or _end
+        self.say, self.end = say or print_notice, end or _end
         self.stalled = ""  # the report
         self._watched: WeakKeyDictionary[Transport, WatchedGroup] = WeakKeyDictionary()
         self._events: dict[torch.device, HasEnded] = {}
@@ -109,7 +109,7 @@ class Watchdog:
 
     def stop(self) -> None:
         """At the end of the program, wait for its calls, then for a report that is being made, and stop the thread."""
-        finish_device()
+        synchronize_at_exit()
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
@@ -280,7 +280,7 @@ def watching(transport: Transport | None, pass_name: str, device: torch.device) 
     if _watchdog is None:
         _watchdog = Watchdog()
         _watchdog.start()
-    return _watchdog.begin(whole_transport(transport), pass_name, device)
+    return _watchdog.begin(group_transport(transport), pass_name, device)
 
 
 def _forget() -> None:

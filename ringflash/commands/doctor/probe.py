@@ -92,7 +92,7 @@ def _pulls(sent: Tensor, stride: int) -> Callable[[Tensor], None]:
             assert there is not None
             got.copy_(there)
 
-        memory.wait(memory.run_in_lane("pull", copy, [memory.mark()]))
+        memory.wait(memory.run_on_stream("pull", copy, [memory.mark()]))
 
     return exchange
 

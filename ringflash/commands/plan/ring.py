@@ -22,7 +22,7 @@ from ringflash.attention.sections import (
     order_units,
     shared_buffer_sizes,
 )
-from ringflash.attention.ulysses import shared_kv_heads
+from ringflash.attention.ulysses import kv_heads_by_rank
 from ringflash.comm.transport import CopyEngine, NcclGather
 from ringflash.commands.plan.job import BF16, FP32, Machine, TrainingJob
 from ringflash.commands.plan.model_shape import ModelShape
@@ -109,7 +109,7 @@ def ring_of(job: TrainingJob, machine: Machine) -> Ring:
     near = cp_size if machine.num_gpus <= gpus else gcd(cp_size, gpus)  # on the host with the fewest ranks of a ring
     exchanging, on_network = 1, (cp_size - near) / max(1, cp_size - 1)
     if near == gpus < cp_size and model.num_heads % gpus == 0:
-        kv_heads = len(shared_kv_heads(gpus, model.num_heads, model.num_kv_heads)) // gpus
+        kv_heads = len(kv_heads_by_rank(gpus, model.num_heads, model.num_kv_heads)) // gpus
         model = replace(model, num_heads=model.num_heads // gpus, num_kv_heads=kv_heads)
         exchanging, cp_size, on_network = gpus, cp_size // gpus, 1.0
     pairs = int(job.visible_pairs / cp_size)

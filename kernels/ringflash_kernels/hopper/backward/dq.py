@@ -3,7 +3,7 @@
 The consumers add what they have staged, in any order between CTAs. If ORDERED, three additional warps add it in the
 order of `order.py`. Each takes every third block, because waiting for the previous tile's dQ, adding and announcing
 take longer than a step. Two or three buffers of dQ let the consumers continue meanwhile. There are two, too, if a CTA
-takes several tiles (EARLY): at the end of a tile, dK and dV leave from them.
+takes several tiles (PERSISTENT): at the end of a tile, dK and dV leave from them.
 
 `sm` is `backward.keys.KeyShared`; a block's step is that of its S and P.
 """
@@ -36,8 +36,8 @@ def dq_buffer(sm, step, W: gl.constexpr):
         buffer, _parity = slot_of(step, sm.DQ_BUFFERS)
         staged = numbered_staging(sm, buffer, W)
     else:
-        staged = numbered_staging(sm, step & 1, W) if sm.EARLY else dq_staging(sm, W)
-        tma_store_wait(1 if sm.EARLY else 0)
+        staged = numbered_staging(sm, step & 1, W) if sm.PERSISTENT else dq_staging(sm, W)
+        tma_store_wait(1 if sm.PERSISTENT else 0)
     return staged
 
 

@@ -223,7 +223,7 @@ class HopperBackward:
             limit = max(limit, min(_ORDERED_HEADS_PER_SECTION, _ORDERED_ROWS_PER_SECTION // (num_rows * group)))
         return _largest_divisor(num_heads, limit)
 
-    def _lap(self, hop: HopRectangle, group: int, lap: int) -> int:
+    def _period(self, hop: HopRectangle, group: int, period: int) -> int:
         """Return the number of query blocks after which the clock begins again at the first one; 0 for no clock.
 
         The clock keeps all CTAs at the same query block at a time. With `deterministic`, the fixed order does this.
@@ -231,7 +231,7 @@ class HopperBackward:
         row_bytes = (self.q.shape[3] * 4 + self.tiles.columns * 2) * group
         if self.deterministic or hop.num_rows * row_bytes <= IN_STEP_BYTES:
             return 0
-        return lap or -(-hop.num_rows // 64)
+        return period or -(-hop.num_rows // 64)
 
     def heads_together(self, hop: HopRectangle, num_groups: int, group: int) -> int:
         """Return how many heads, or groups of heads, alternate in the order of `backward_keys`."""
@@ -262,7 +262,7 @@ class HopperBackward:
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             k.shape[2], num_tiles, heads_together, *at_last, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            0 if tables.down else self._lap(hop, group, tables.lap), self.clock,
+            0 if tables.descending else self._period(hop, group, tables.period), self.clock,
         )  # fmt: skip
         scales = self.softmax_scale * math.log2(math.e), self.softmax_scale
         pieces = (tiles.pieces, tiles.value_pieces)
@@ -273,7 +273,7 @@ class HopperBackward:
         )  # fmt: skip
         variant = (
             head_dim, v.shape[3], self.q.dtype, dk.dtype, hop.has_bounds, hop.two_sided, hop.has_begins, self.ordered,
-            tables.down, accumulate, summed is not None,
+            tables.descending, accumulate, summed is not None,
         )  # fmt: skip
         if tiles.wide:
             stores = [row_tile(x, 64, 64) for x in keys[2:]]
@@ -299,20 +299,23 @@ class HopperBackward:
                 sums = [x.new_zeros(batch, rows, *x.shape[2:], dtype=torch.float32) for x in keys[2:]]
                 stores_of_sums = [_piece_descriptors(x, halves) for x in sums]
             beside = self._is_early(hop)
-            early = beside or self._is_drawn(hop, group, accumulate)
+            persistent = beside or self._is_drawn(hop, group, accumulate)
             passes = self._row_passes(num_groups // heads_together, heads_together * group) if beside else None
             self._prepare()
             (_KEYS_96 if tiles.rest and not self.ordered else _KEYS)(
-                (*variant, early, passes is not None), min(num_works, count_sms(k.device)) if early else num_works,
+                (*variant, persistent, passes is not None), min(num_works,
+                count_sms(k.device)) if persistent else num_works,
                 *queries.q, *loads[0], *loads[1], *queries.dout, queries.stats, *queries.dq, *stores[0], *stores[1],
                 *stores_of_sums[0], *stores_of_sums[1],
                 tables.begins, *self._bounds(hop), *tables.walks, *scalars, *self._order(num_tiles),
-                self.drawn if early else self.clock, *(passes or _NO_PASSES), *scales,
+                self.drawn if persistent else self.clock, *(passes or _NO_PASSES), *scales,
                 # In a fixed order head_dim 96 runs only without them: ptxas (12.8) has lost such registers before.
                 KV_IN_REGISTERS=tiles.kv_in_registers and not (self.ordered and tiles.rest),
-                ORDERED=self.ordered, DOWN=tables.down, DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + early,
-                TURN_AFTER=4 if self.ordered else tiles.turn_after, PARTS=summed is not None, EARLY=early,
-                PASSES=passes is not None, **choices,
+                ORDERED=self.ordered, DESCENDING=tables.descending,
+                DQ_BUFFERS=tiles.dq_buffers if self.ordered else 1 + persistent,
+                TURN_AFTER=4 if self.ordered else tiles.turn_after, SPLIT_WALKS=summed is not None,
+                PERSISTENT=persistent,
+                SPARE_WARPS=passes is not None, **choices,
             )  # fmt: skip
             for x, total in zip(keys[2:], sums, strict=False):
                 x.index_copy_(1, summed, total[:, : len(summed)].to(x.dtype))
@@ -400,16 +403,16 @@ class HopperBackward:
         most = _HEADS_TOGETHER // 2 if hop.has_begins and not self.ordered else _HEADS_TOGETHER
         beside = in_parts and self._operands is not None and self._is_early(hop)
         most = _BESIDE_TOGETHER if beside else most
-        down = short and walk.masked <= _SHORT_MASKED * walk.blocks
-        down = down and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.latent)
-        together, lap = _largest_divisor(num_groups, most) if together else 1, walk.mean
+        descending = short and walk.masked <= _SHORT_MASKED * walk.blocks
+        descending = descending and not (hop.has_begins or self.ordered or self.tiles.wide or self.tiles.latent)
+        together, period = _largest_divisor(num_groups, most) if together else 1, walk.mean
         if in_parts and _is_cut(hop, walk, self.tiles.columns):
-            early = self._is_early(hop)
-            part, parts = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if early else (_PART_BLOCKS, _PARTS_TOGETHER)
+            persistent = self._is_early(hop)
+            part, parts = (_EARLY_PART_BLOCKS, _EARLY_PARTS_TOGETHER) if persistent else (_PART_BLOCKS, _PARTS_TOGETHER)
             most = _BESIDE_TOGETHER if beside else parts
-            walk, down = walks(side, device, rows, block_n, 64, part=part), False
+            walk, descending = walks(side, device, rows, block_n, 64, part=part), False
             together = _largest_divisor(num_groups, most)
-        return Tables(begins, walk[:2], together, down, lap, len(walk.tiles), walk.summed)
+        return Tables(begins, walk[:2], together, descending, period, len(walk.tiles), walk.summed)
 
     def _query_tables(self, mask: Mask, device: torch.device) -> tuple[TensorDescriptor, Tensor, Tensor]:
         """Return the tables of a two-sided mask for the kernel of dQ: ends of the keys, and `Walks`."""
@@ -518,19 +521,19 @@ class Tables(NamedTuple):
         begins: first key of each row, if rows need them.
         walks: tiles and stretches of `Walks`.
         heads_together: smallest number of heads, or groups of heads, whose tiles alternate in the order of the launch.
-        down: walks go from their last block to the first, and at each block through all heads of a group. Tiles of a
-            document end at the same block, so they are at the same rows at a time. This is faster for short walks with
-            few masked blocks, without a window.
+        descending: walks go from their last block to the first, and at each block through all heads of a group. Tiles
+            of a document end at the same block, so they are at the same rows at a time. This is faster for short
+            walks with few masked blocks, without a window.
         num_walks: parts of tiles, and other tiles; summed: see `Walks`.
-        lap: number of blocks after which the clock begins again. If it were more than most tiles visit, the clock would
-            often show a block that they do not visit.
+        period: number of blocks after which the clock begins again. If it were more than most tiles visit, the clock
+            would often show a block that they do not visit.
     """
 
     begins: TensorDescriptor | None = None
     walks: tuple[Tensor | None, Tensor | None] = (None, None)
     heads_together: int = 1
-    down: bool = False
-    lap: int = 0
+    descending: bool = False
+    period: int = 0
     num_walks: int = 0
     summed: Tensor | None = None
 

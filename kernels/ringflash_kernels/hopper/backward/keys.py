@@ -18,9 +18,9 @@ The consumers take turns (FlashAttention-3's ping-pong): one computes its exp wh
 Without turns they may run in step or alternate, as the compiler's schedule happens to be (a difference of 15% at
 head_dim 64).
 
-If EARLY, CTAs are persistent: each takes several tiles, one after another from a counter. Under a window, CTAs are then
-at about the same rows at a time; with tiles of single heads, the next tile starts sooner. V of the next tile arrives
-while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
+If PERSISTENT, CTAs are persistent: each takes several tiles, one after another from a counter. Under a window, CTAs
+are then at about the same rows at a time; with tiles of single heads, the next tile starts sooner. V of the next tile
+arrives while the last dQ is computed, and K while dK and dV leave, from the two buffers of dQ.
 """
 
 from ringflash_kernels.hopper.backward.dq import (
@@ -86,7 +86,7 @@ class KeyShared:
         ..._full         mbarriers that are signalled when a buffer is filled
         ..._empty        mbarriers that are signalled when it has been read
         begin            number that the producer hands on with a stage: its block, and if ORDERED or TWO_SIDED whether
-                         that is masked; if DOWN, then for each stage the row of its dQ
+                         that is masked; if DESCENDING, then for each stage the row of its dQ
         begins           first key that each query of a stage sees, if BEGINS
     """
 
@@ -119,12 +119,12 @@ class KeyShared:
     KV_IN_REGISTERS: gl.constexpr
     TURN_AFTER: gl.constexpr
     ORDERED: gl.constexpr
-    DOWN: gl.constexpr
+    DESCENDING: gl.constexpr
     DQ_BUFFERS: gl.constexpr
     ACCUMULATE: gl.constexpr
-    PARTS: gl.constexpr
-    EARLY: gl.constexpr
-    PASSES: gl.constexpr
+    SPLIT_WALKS: gl.constexpr
+    PERSISTENT: gl.constexpr
+    SPARE_WARPS: gl.constexpr
 
 
 @gluon.jit
@@ -170,7 +170,7 @@ def _load(
     step = 0
     round = 0
     ready = 0
-    if sm.EARLY:
+    if sm.PERSISTENT:
         index = draw(drawn_ptr)
     else:
         index = gl.program_id(0)
@@ -180,23 +180,23 @@ def _load(
         # Also for tiles that no query sees: their zeros are written from the buffers of V.
         full = sm.kv_full.index(0)
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
-        if sm.EARLY:
+        if sm.PERSISTENT:
             _hand_on(drawn_ptr, index)
         mbarrier.expect(full, 4 * nbytes)
-        if sm.EARLY:
+        if sm.PERSISTENT:
             for half in gl.static_range(2):
                 tma_load(v0_desc, [batch, kv_head, key + half * 64, 0], full, sm.v0.index(half))
             mbarrier.wait(sm.kv_empty.index(1), (round & 1) ^ 1)
         for half in gl.static_range(2):
             row = key + half * 64
             tma_load(k0_desc, [batch, kv_head, row, 0], full, sm.k0.index(half))
-            if not sm.EARLY:
+            if not sm.PERSISTENT:
                 tma_load(v0_desc, [batch, kv_head, row, 0], full, sm.v0.index(half))
             if R:
                 tma_load(k1_desc, [batch, kv_head, row, C], full, sm.k1.index(half))
                 tma_load(v1_desc, [batch, kv_head, row, C], full, sm.v1.index(half))
         round += 1
-        if sm.PASSES:
+        if sm.SPARE_WARPS:
             section = passes.section_of(problem, index)
             if section > ready:
                 passes.wait_for_section(problem, section)
@@ -206,7 +206,7 @@ def _load(
             mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
             mbarrier.arrive(sm.q_full.index(slot), count=1)
             step += 1
-        if problem.TWO_SIDED and (sm.ORDERED or sm.DOWN):
+        if problem.TWO_SIDED and (sm.ORDERED or sm.DESCENDING):
             for i in range(count):
                 begin, end, masked = problem.stretch(first + count - 1 - i)
                 for j in range(end - begin):
@@ -215,7 +215,7 @@ def _load(
                         slot, parity = slot_of(step, sm.STAGES)
                         mbarrier.wait(sm.q_empty.index(slot), parity ^ 1)
                         send_number(sm.begin.index(slot), block * 2 + masked)
-                        if sm.DOWN:
+                        if sm.DESCENDING:
                             row = problem.dq_row(batch, first_head + g) + block * 64
                             send_number(sm.begin.index(sm.STAGES + slot), row)
                         _load_queries(sm, problem, descs, batch, first_head + g, block, step)
@@ -233,15 +233,15 @@ def _load(
                 g, block = problem.descend(g, block)
         else:
             step = load_in_rounds(sm, problem, _load_queries, descs, batch, first_head, start, stop, first, count, step)
-        if sm.EARLY:
+        if sm.PERSISTENT:
             index = draw(drawn_ptr)
         else:
             index += gl.num_programs(0)
-    if sm.EARLY:
+    if sm.PERSISTENT:
         mbarrier.wait(sm.kv_empty.index(0), (round & 1) ^ 1)
         _hand_on(drawn_ptr, index)
         mbarrier.arrive(sm.kv_full.index(0), count=1)
-        end_of_draws(passes, problem, drawn_ptr, sm.PASSES)
+        end_of_draws(passes, problem, drawn_ptr, sm.SPARE_WARPS)
 
 
 @gluon.jit
@@ -291,8 +291,8 @@ def dq_mma(sm, buffer, W: gl.constexpr):
 def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen, masked, dq_row, W: gl.constexpr):
     """Process one block of queries: P, dV, dS and dK of this block, and dQ of the previous one, at `dq_row`.
 
-    If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If DOWN, it also says where
-    dQ goes, which is returned for the next step; otherwise the block is. If ORDERED, the writers know.
+    If ORDERED or TWO_SIDED, the producer says which block it is and whether it is masked. If DESCENDING, it also says
+    where dQ goes, which is returned for the next step; otherwise the block is. If ORDERED, the writers know.
 
     Args:
         k, v: K and V of this consumer's keys in registers, if KV_IN_REGISTERS; otherwise not read.
@@ -346,7 +346,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
         number = receive_number(sm.begin.index(slot))
         block = number >> 1
         masked = (number & 1) != 0
-    if sm.DOWN:
+    if sm.DESCENDING:
         next_row = receive_number(sm.begin.index(sm.STAGES + slot))
     if masked:  # a second, masked loop would make ptxas spill in the first
         if problem.BOUNDS:
@@ -401,7 +401,7 @@ def _step(sm, problem, dq_desc, dk0, dk1, dv0, dv1, k, v, step, block, key, seen
     else:
         dk0, ds0, dv0, p0 = warpgroup_mma_wait(0, deps=(dk0, ds0, dv0, p0))
     mbarrier.arrive(sm.q_empty.index(slot), count=1)
-    if sm.DOWN:
+    if sm.DESCENDING:
         result = dk0, dk1, dv0, dv1, next_row
     else:
         result = dk0, dk1, dv0, dv1, block
@@ -427,12 +427,12 @@ def _pass_block(sm, step, W: gl.constexpr):
 def _last_dq(sm, dq_desc, step, dq_row, W: gl.constexpr):
     """Compute dQ of a tile's last block, whose step is `step` - 1, and let it leave."""
     last, parity = slot_of(step - 1, 2)
-    if sm.EARLY:
+    if sm.PERSISTENT:
         mbarrier.arrive(sm.kv_empty.index(0), count=1)
     mbarrier.wait(sm.ds_full.index(last), parity)
     dq = dq_mma(sm, last, W)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    if sm.EARLY:
+    if sm.PERSISTENT:
         mbarrier.arrive(sm.kv_empty.index(1), count=1)
     wait_for_buffer(sm, step - 1, W)
     staged = dq_buffer(sm, step - 1, W)
@@ -486,7 +486,7 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.c
     dtype: gl.constexpr = sm.v0.dtype
     at = [coord[0], coord[1], coord[2], 0]
     spare = dq_staging(sm, W)
-    if sm.EARLY:
+    if sm.PERSISTENT:
         other = numbered_staging(sm, 1, W)
         tma_store_wait(0)  # the previous tile may have written without a step in between
     else:
@@ -511,7 +511,7 @@ def _write_whole(sm, dk_desc, dv_desc, dk, dv, coord, ADD: gl.constexpr, W: gl.c
         fence_async_shared()
         tma_store(dv_desc, at, dv_staged)
         tma_store(dk_desc, at, dk_staged)
-        if not sm.EARLY:
+        if not sm.PERSISTENT:
             tma_store_wait(0)
 
 
@@ -538,7 +538,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
     round = 0
     if W == 1:
         pass_turn(step, W)
-    if sm.EARLY:
+    if sm.PERSISTENT:
         mbarrier.wait(sm.kv_full.index(0), 0)
         index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
     else:
@@ -560,7 +560,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             slot, parity = slot_of(step, sm.STAGES)
             mbarrier.wait(sm.q_full.index(slot), parity)
             mbarrier.arrive(sm.q_empty.index(slot), count=1)
-            if sm.EARLY:
+            if sm.PERSISTENT:
                 tma_store_wait(0)  # until dK and dV of the previous tile have been read
             sm.ds.index((step & 1) * 2 + W).store(gl.zeros([64, 64], sm.ds.dtype, s_layout))
             fence_async_shared()
@@ -583,7 +583,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
                     )
                     step += 1
                 _last_dq(sm, dq_desc, step, 0, W)
-            elif sm.DOWN:
+            elif sm.DESCENDING:
                 dq_row = problem.dq_row(batch, first_head)
                 for _ in range(stop * problem.group):
                     dk0, dk1, dv0, dv1, dq_row = _step(
@@ -635,7 +635,7 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
             dk0 = dk0 * problem.softmax_scale
             if R:
                 dk1 = dk1 * problem.softmax_scale
-            if sm.PARTS:
+            if sm.SPLIT_WALKS:
                 sum = problem.sum_of(index)
                 if sum > 0:
                     at = [batch, kv_head, (sum - 1) * 128 + W * 64]
@@ -644,22 +644,22 @@ def _consume(sm, problem, dq_desc, dk0_desc, dk1_desc, dv0_desc, dv1_desc, sums,
                     _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, False, W)
             else:
                 _write(sm, dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0, dk1, dv0, dv1, coord, sm.ACCUMULATE, W)
-        if not sm.EARLY:
+        if not sm.PERSISTENT:
             mbarrier.arrive(sm.kv_empty.index(0), count=1)
         elif start == stop:
             mbarrier.arrive(sm.kv_empty.index(0), count=1)
             mbarrier.arrive(sm.kv_empty.index(1), count=1)
         round += 1
-        if sm.EARLY:
+        if sm.PERSISTENT:
             mbarrier.wait(sm.kv_full.index(0), round & 1)
             next_index = gl.load(drawn_ptr + 2 + gl.program_id(0), volatile=True)
-            if sm.PASSES:
+            if sm.SPARE_WARPS:
                 tma_store_complete(round)
                 passes.report(problem, index)
             index = next_index
         else:
             index += gl.num_programs(0)
-    if sm.EARLY:
+    if sm.PERSISTENT:
         tma_store_wait(0)
     if W == 0:
         take_turn(step, W)  # so that no barrier is left half full
@@ -688,32 +688,36 @@ def backward_keys(
     dk0_desc, dk1_desc, dv0_desc, dv1_desc, dk0_sum, dk1_sum, dv0_sum, dv1_sum, begins_desc,
     first_ptr, stop_ptr, tiles_ptr, stretches_ptr,
     min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-    heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, numbers_ptr,
+    heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, period, clock_ptr, numbers_ptr,
     num_blocks, first_number, drawn_ptr, counters_ptr, out_ptr, dout_ptr, lse_ptr, stats_ptr, acc_ptr, dq_ptr,
     out_batch, out_row, out_head, dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row,
     dq_batch, dq_row, dq_head, seqlen, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, KV_IN_REGISTERS: gl.constexpr,
     TURN_AFTER: gl.constexpr, BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr,
-    ORDERED: gl.constexpr, DOWN: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr, PARTS: gl.constexpr,
-    EARLY: gl.constexpr, PASSES: gl.constexpr,
+    ORDERED: gl.constexpr, DESCENDING: gl.constexpr, DQ_BUFFERS: gl.constexpr, ACCUMULATE: gl.constexpr,
+    SPLIT_WALKS: gl.constexpr,
+    PERSISTENT: gl.constexpr, SPARE_WARPS: gl.constexpr,
 ):  # fmt: skip
     """dQ, dK and dV; launch with 4 warps on any number of CTAs up to `num_works`. See the module and `BackwardProblem`.
 
-    DOWN: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see `Walks`.
-    PARTS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
-    EARLY: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each CTA.
-    PASSES: three more warps prepare and cast other heads, see `RowPasses`, whose fields are counters_ptr to seqlen.
+    DESCENDING: short walks of a two-sided mask go down from their last block, with all heads of a group at each; see
+        `Walks`.
+    SPLIT_WALKS: some walks are parts of a tile's, and add their dK and dV to fp32 sums.
+    PERSISTENT: see the module. drawn_ptr: two int32 zeros, which are zeros again afterwards, and one number for each
+        CTA.
+    SPARE_WARPS: three more warps prepare and cast other heads, see `RowPasses`, whose fields are counters_ptr to
+        seqlen.
     The columns of every tile are one piece (REST = 0; descriptors 1 are None) or two, of SPLIT and REST columns.
     """
     dtype: gl.constexpr = q0_desc.dtype
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], barrier)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2 if EARLY else 1, 1], barrier)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2 if PERSISTENT else 1, 1], barrier)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     mbarrier.init(kv_full.index(0), count=1)
-    for i in gl.static_range(2 if EARLY else 1):
+    for i in gl.static_range(2 if PERSISTENT else 1):
         mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
@@ -733,7 +737,7 @@ def backward_keys(
         # initialised barrier, which it does when a time slice ends.
         dq_full = ds_full
         dq_empty = ds_full
-    begin = gl.allocate_shared_memory(gl.int32, [2 * STAGES if DOWN else STAGES, 1], NUMBER)
+    begin = gl.allocate_shared_memory(gl.int32, [2 * STAGES if DESCENDING else STAGES, 1], NUMBER)
     if BEGINS:
         begins = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 64], begins_desc.layout)
     else:
@@ -762,24 +766,24 @@ def backward_keys(
         gl.allocate_shared_memory(dtype, [4, 64, 64], ds_layout),
         dq0_buffers.index(0), dq1_buffers.index(0), kv_full, kv_empty,
         q_full, q_empty, ds_full, begin, begins, dq0_buffers, dq1_buffers, dq_full, dq_empty,
-        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DOWN, DQ_BUFFERS, ACCUMULATE,
-        PARTS, EARLY, PASSES,
+        SPLIT, REST, STAGES, KV_IN_REGISTERS, TURN_AFTER, ORDERED, DESCENDING, DQ_BUFFERS, ACCUMULATE,
+        SPLIT_WALKS, PERSISTENT, SPARE_WARPS,
     )  # fmt: skip
     if not TWO_SIDED:
         tiles_ptr = first_ptr  # not read
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, first_ptr,
+        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, period, clock_ptr, first_ptr,
         stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
         not (ORDERED or BOUNDS),
     )  # fmt: skip
     fence_async_shared()
-    if PARTS:
+    if SPLIT_WALKS:
         sums = (dk0_sum, dk1_sum, dv0_sum, dv1_sum)
     else:
         sums = 0
-    if PASSES:
+    if SPARE_WARPS:
         passes = RowPasses(
             out_ptr, dout_ptr, lse_ptr, stats_ptr, acc_ptr, dq_ptr, counters_ptr, out_batch, out_row, out_head,
             dout_batch, dout_row, dout_head, lse_batch, lse_head, lse_row, dq_batch, dq_row, dq_head, seqlen,
@@ -806,7 +810,7 @@ def backward_keys(
             [4, 1, 1, 1, 1],
             [240, 24, 24, 24, 24],
         )
-    elif PASSES:
+    elif SPARE_WARPS:
         gl.warp_specialize(
             [
                 (_consume_first, first_args),

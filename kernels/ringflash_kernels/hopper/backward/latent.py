@@ -355,7 +355,7 @@ def backward_latent(
     q0_desc, q1_desc, k0_desc, k1_desc, v_desc, dout_desc, stats_desc, dq0_desc, dq1_desc, dk_desc, dv_desc,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start, dq_rows,
     num_heads, num_kv_heads, num_tiles, heads_together, heads_at_last, num_works, group, first_shift, split,
-    second_shift, stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
+    second_shift, stop_shift, period, clock_ptr, scale_log2, softmax_scale,
     SPLIT: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr, BOUNDS: gl.constexpr,
     TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -399,7 +399,7 @@ def backward_latent(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, first_ptr,
+        heads_at_last, num_works, group, first_shift, split, second_shift, stop_shift, period, clock_ptr, first_ptr,
         stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64,
         not BOUNDS,
     )  # fmt: skip

@@ -19,7 +19,7 @@ _TICK = gl.constexpr(16)
 KEY_TILE_ARGUMENTS = (
     "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "min_row", "num_rows", "num_keys", "row_start", "dq_rows",
     "num_heads", "num_kv_heads", "num_tiles", "heads_together", "num_works", "group", "first_shift", "split",
-    "second_shift", "stop_shift", "lap", "clock_ptr",
+    "second_shift", "stop_shift", "period", "clock_ptr",
 )  # fmt: skip
 QUERY_TILE_ARGUMENTS = (
     "stats_ptr", "first_ptr", "stop_ptr", "tiles_ptr", "stretches_ptr", "stats_stride", "row_start", "dq_rows",
@@ -87,8 +87,8 @@ class BackwardProblem:
         split, second_shift: ... and, of the rows from `split` on, by those from j + second_shift on.
         first_ptr, stop_ptr: (num_keys,), int32; used instead of the shifts if BOUNDS.
         tiles_ptr, stretches_ptr: see `Walks`; used if TWO_SIDED. BEGINS: each row has a first key besides.
-        lap, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value, and
-            shows blocks below `lap`. If that is 0, CTAs may be at different blocks.
+        period, clock_ptr: see `meeting_block` and `meeting_stretch`; the clock is one int32 with any initial value, and
+            shows blocks below `period`. If that is 0, CTAs may be at different blocks.
     """
 
     min_row: gl.tensor
@@ -107,7 +107,7 @@ class BackwardProblem:
     split: gl.tensor
     second_shift: gl.tensor
     stop_shift: gl.tensor
-    lap: gl.tensor
+    period: gl.tensor
     clock_ptr: gl.tensor
     first_ptr: gl.tensor
     stop_ptr: gl.tensor
@@ -206,7 +206,7 @@ class BackwardProblem:
     @gluon.jit
     def meeting_stretch(self, number, block, first, count):
         """Return the stretch and the block at which to start a round: see `meeting_block`."""
-        if self.lap != 0:
+        if self.period != 0:
             now = self.mean_block()
             for i in range(count):
                 begin, end, _masked = self.stretch(first + i)
@@ -271,7 +271,7 @@ class BackwardProblem:
     @gluon.jit
     def tick(self, step):
         """Advance the clock, a counter in device memory of the steps of all CTAs' producers."""
-        if (self.lap != 0) & (step % _TICK == 0):
+        if (self.period != 0) & (step % _TICK == 0):
             gl.atomic_add(self.clock_ptr, _TICK)
 
     @gluon.jit
@@ -282,18 +282,18 @@ class BackwardProblem:
         into L2 once for all of them, and not once for each. So all start at `mean_block`, or at `block` if the tile
         does not visit that one.
         """
-        if self.lap != 0:
+        if self.period != 0:
             now = self.mean_block()
             block = gl.where((start <= now) & (now < stop), now, block)
         return block
 
     @gluon.jit
     def mean_block(self):
-        """Return the block at which CTAs are on average: the clock, divided by their number, modulo `lap`."""
+        """Return the block at which CTAs are on average: the clock, divided by their number, modulo `period`."""
         # A load, since the broadcast of an atomic's result to the warp made ptxas spill in the other warps.
         steps = gl.load(self.clock_ptr, volatile=True).to(gl.uint32, bitcast=True)
         running = gl.minimum(gl.num_programs(0), _SMS).to(gl.uint32)
-        return (steps // running % self.lap.to(gl.uint32)).to(gl.int32)
+        return (steps // running % self.period.to(gl.uint32)).to(gl.int32)
 
     @gluon.jit
     def next_block(self, block, start, stop):

@@ -166,11 +166,11 @@ def run_passes(passes, problem, drawn_ptr, D: gl.constexpr):
 
 
 @gluon.jit
-def end_of_draws(passes, problem, drawn_ptr, PASSES: gl.constexpr):
+def end_of_draws(passes, problem, drawn_ptr, SPARE_WARPS: gl.constexpr):
     """Set the counters of a launch to zero when all warps that draw from them have ended, by the last one."""
-    WARPS: gl.constexpr = 1 + HELPERS if PASSES else 1
+    WARPS: gl.constexpr = 1 + HELPERS if SPARE_WARPS else 1
     if draw(drawn_ptr + 1) == gl.num_programs(0) * WARPS - 1:
         gl.store(drawn_ptr, 0)
         gl.store(drawn_ptr + 1, 0)
-        if PASSES:
+        if SPARE_WARPS:
             passes.clear(problem)

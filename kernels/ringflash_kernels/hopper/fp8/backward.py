@@ -263,7 +263,7 @@ class _Products(host.HopperBackward):
             hop.min_row, hop.num_rows, hop.num_keys, hop.q_start, self.q.shape[1], num_heads,
             dk.shape[2], num_tiles, heads_together, num_works, group,
             hop.first_shift, hop.split, hop.second_shift, hop.stop_shift,
-            self._lap(hop, group, tables.lap), self.clock,
+            self._period(hop, group, tables.period), self.clock,
         )  # fmt: skip
         choices = dict(
             STAGES=2, PROMOTE=_PROMOTE, BOUNDS=hop.has_bounds, TWO_SIDED=hop.two_sided, BEGINS=hop.has_begins,

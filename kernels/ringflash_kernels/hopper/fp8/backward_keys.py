@@ -553,7 +553,7 @@ def backward_keys_fp8(
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, counter,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
-    stop_shift, lap, clock_ptr, scale_log2, softmax_scale,
+    stop_shift, period, clock_ptr, scale_log2, softmax_scale,
     STAGES: gl.constexpr, FP8_GRADIENTS: gl.constexpr, PROMOTE: gl.constexpr, KV_BUFFERS: gl.constexpr,
     KV_IN_REGISTERS: gl.constexpr, TURN_BEFORE_EXP: gl.constexpr, AHEAD: gl.constexpr, STORE_FIRST: gl.constexpr,
     BOUNDS: gl.constexpr, TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
@@ -615,7 +615,7 @@ def backward_keys_fp8(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, first_ptr,
+        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, period, clock_ptr, first_ptr,
         stop_ptr, tiles_ptr, stretches_ptr, scale_log2, softmax_scale, BOUNDS, TWO_SIDED, BEGINS, 64, 2 * 64, False,
     )  # fmt: skip
     scales = Scales(q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks)

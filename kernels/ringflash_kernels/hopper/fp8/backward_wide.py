@@ -330,7 +330,7 @@ def backward_wide_fp8(
     q_scales_ptr, q_blocks, tile_scales_ptr, k_blocks, counter,
     begins_desc, first_ptr, stop_ptr, tiles_ptr, stretches_ptr, min_row, num_rows, num_keys, row_start,
     dq_rows, num_heads, num_kv_heads, num_tiles, heads_together, num_works, group, first_shift, split, second_shift,
-    stop_shift, lap, clock_ptr,
+    stop_shift, period, clock_ptr,
     STAGES: gl.constexpr, PROMOTE: gl.constexpr, PARTS: gl.constexpr, BOUNDS: gl.constexpr,
     TWO_SIDED: gl.constexpr, BEGINS: gl.constexpr, ACCUMULATE: gl.constexpr,
 ):  # fmt: skip
@@ -384,7 +384,7 @@ def backward_wide_fp8(
         stretches_ptr = first_ptr
     problem = BackwardProblem(
         min_row, num_rows, num_keys, row_start, dq_rows, num_heads, num_kv_heads, num_tiles, heads_together,
-        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, lap, clock_ptr, first_ptr,
+        heads_together, num_works, group, first_shift, split, second_shift, stop_shift, period, clock_ptr, first_ptr,
         stop_ptr, tiles_ptr, stretches_ptr, gl.to_tensor(1.0), gl.to_tensor(1.0),
         BOUNDS, TWO_SIDED, BEGINS, 64, 64, False,
     )  # fmt: skip

@@ -192,36 +192,36 @@ class QScales(NamedTuple):
 
 
 @gluon.jit
-def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: gl.constexpr, V: gl.constexpr):
+def load_part(desc, tiles, full, batch, block, head, ROW: gl.constexpr, COLUMN: gl.constexpr, CFG: gl.constexpr):
     """Load K or V of a record. Its second part, if there is one, begins at (ROW, COLUMN)."""
     tma_load(desc, [batch, block, head, 0, 0], full, tiles[0])
-    if len(V.tiles.parts) == 2:
+    if len(CFG.tiles.parts) == 2:
         tma_load(desc, [batch, block, head, ROW, COLUMN], full, tiles[1])
 
 
 @gluon.jit
 def load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, block, kv, count,
-                is_first, V: gl.constexpr):  # fmt: skip
+                is_first, CFG: gl.constexpr):  # fmt: skip
     """Load the next record, and Q after the first K, which need not wait for the previous tile's use of Q."""
-    NUM_BYTES: gl.constexpr = len(V.tiles.parts) * k_desc.block_type.nbytes
-    index, phase = slot(kv, V.tiles.num_stages)
+    NUM_BYTES: gl.constexpr = len(CFG.tiles.parts) * k_desc.block_type.nbytes
+    index, phase = slot(kv, CFG.tiles.num_stages)
     full = barriers.k_full.index(index)
-    mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes + V.ends_bytes)
+    mbarrier.expect(full, NUM_BYTES + tail_desc.block_type.nbytes + CFG.ends_bytes)
     tma_load(tail_desc, [tile.batch, block, head_kv, 0], full, shared.tails.index(index))
-    load_part(k_desc, tiles_at(shared.k, index, V), full, tile.batch, block, head_kv, 0, V.tiles.parts[0], V)
-    if V.ends_bytes:
-        tma_load(ends_desc, [0, block * V.tiles.block_n], full, shared.ends.index(index))
+    load_part(k_desc, tiles_at(shared.k, index, CFG), full, tile.batch, block, head_kv, 0, CFG.tiles.parts[0], CFG)
+    if CFG.ends_bytes:
+        tma_load(ends_desc, [0, block * CFG.tiles.block_n], full, shared.ends.index(index))
     if is_first:
-        load_q(q_desc, shared, barriers, tile, count, V)
+        load_q(q_desc, shared, barriers, tile, count, CFG)
     mbarrier.wait(barriers.v_empty.index(index), phase ^ 1)
     full = barriers.v_full.index(index)
     mbarrier.expect(full, NUM_BYTES)
-    load_part(v_desc, tiles_at(shared.v, index, V), full, tile.batch, block, head_kv, V.tiles.parts[0], 0, V)
+    load_part(v_desc, tiles_at(shared.v, index, CFG), full, tile.batch, block, head_kv, CFG.tiles.parts[0], 0, CFG)
 
 
 @gluon.jit
 def walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, pointers, tile, head_kv, kv, count,
-                   V: gl.constexpr):  # fmt: skip
+                   CFG: gl.constexpr):  # fmt: skip
     """Load the records of a tile's stretches, last to first; with the first of each say what the stretch is."""
     for i in range(tile.num_stretches):
         entry = pointers.stretches + (tile.stretch - i) * 4
@@ -229,43 +229,43 @@ def walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barrier
         end = gl.load(entry + 1)
         masked = gl.load(entry + 2)
         for j in range(end - begin):
-            index, phase = slot(kv, V.tiles.num_stages)
+            index, phase = slot(kv, CFG.tiles.num_stages)
             mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
             if j == 0:
-                announce_stretch(index, end * V.tiles.block_n, end - begin, masked, shared)
+                announce_stretch(index, end * CFG.tiles.block_n, end - begin, masked, shared)
             load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, end - 1 - j, kv,
-                        count, i + j == 0, V)  # fmt: skip
+                        count, i + j == 0, CFG)  # fmt: skip
             kv += 1
     return kv
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V: gl.constexpr):
+def produce(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, CFG: gl.constexpr):
     """Producer warp: draw tiles from a counter that all programs share, load Q and fill the ring of K and V."""
-    STAGES: gl.constexpr = V.tiles.num_stages
+    STAGES: gl.constexpr = CFG.tiles.num_stages
     count = 0
     kv = 0
     ticket = gl.program_id(0)
     while ticket < problem.num_tiles:
-        tile = decode(ticket, problem, pointers, 0, V.tiles.rows, V)
-        publish(ticket, tile.row, tile.num_blocks, count, shared, barriers, V)
+        tile = decode(ticket, problem, pointers, 0, CFG.tiles.rows, CFG)
+        publish(ticket, tile.row, tile.num_blocks, count, shared, barriers, CFG)
         head_kv = tile.head // problem.heads_per_kv
-        if V.mask == "ends":
+        if CFG.mask == "ends":
             kv = walk_stretches(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, pointers, tile, head_kv,
-                                kv, count, V)  # fmt: skip
+                                kv, count, CFG)  # fmt: skip
         else:
             for i in range(tile.num_blocks):
                 index, phase = slot(kv, STAGES)
-                block = block_of(tile, i, V)
+                block = block_of(tile, i, CFG)
                 mbarrier.wait(barriers.k_empty.index(index), phase ^ 1)
                 load_record(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, tile, head_kv, block, kv,
-                            count, i == 0, V)  # fmt: skip
+                            count, i == 0, CFG)  # fmt: skip
                 kv += 1
         if tile.num_blocks == 0:
-            load_q(q_desc, shared, barriers, tile, count, V)
+            load_q(q_desc, shared, barriers, tile, count, CFG)
         count += 1
         ticket = gl.atomic_add(pointers.counter, 1) + gl.num_programs(0)
-    publish(ticket, 0, 0, count, shared, barriers, V)
+    publish(ticket, 0, 0, count, shared, barriers, CFG)
     if gl.atomic_add(pointers.counter + 1, 1) == gl.num_programs(0) - 1:  # the last program resets the counters
         gl.store(pointers.counter, 0)
         gl.store(pointers.counter + 1, 0)
@@ -275,16 +275,16 @@ def produce(q_desc, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, prob
 
 
 @gluon.jit
-def block_of(tile, i, V: gl.constexpr):
+def block_of(tile, i, CFG: gl.constexpr):
     """Return the record that holds the i-th block of the walk."""
-    return tile.key // V.tiles.block_n + tile.num_blocks - 1 - i
+    return tile.key // CFG.tiles.block_n + tile.num_blocks - 1 - i
 
 
 @gluon.jit
-def record_matrices(tiles, V: gl.constexpr):
+def record_matrices(tiles, CFG: gl.constexpr):
     """View the tile of each part of a record as the (rows, columns) matrix that wgmma reads."""
     first = tiles[0].reshape([tiles[0].shape[3], tiles[0].shape[4]])
-    if len(V.tiles.parts) == 2:
+    if len(CFG.tiles.parts) == 2:
         parts = (first, tiles[1].reshape([tiles[1].shape[3], tiles[1].shape[4]]))
     else:
         parts = (first,)
@@ -299,33 +299,33 @@ def scale_of(tails, index, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def hidden(s, index, key, rows, shared, V: gl.constexpr):
+def hidden(s, index, key, rows, shared, CFG: gl.constexpr):
     """Return S with -inf for keys that the row does not see; see `hide`."""
-    BM: gl.constexpr = V.tiles.block_m
-    own = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, V.score_layout))
-    start, stop = visible_keys(own, rows.problem, rows.pointers, V)
-    return hide(s, index, key, QueryRows(start, stop, rows.scale, rows.first), shared, rows.pointers, V)
+    BM: gl.constexpr = CFG.tiles.block_m
+    own = rows.first + gl.arange(0, BM, layout=gl.SliceLayout(1, CFG.score_layout))
+    start, stop = visible_keys(own, rows.problem, rows.pointers, CFG)
+    return hide(s, index, key, QueryRows(start, stop, rows.scale, rows.first), shared, rows.pointers, CFG)
 
 
 @gluon.jit
-def largest(s, V: gl.constexpr):
+def largest(s, CFG: gl.constexpr):
     """Return the largest score of every row in the block, before scaling."""
-    if V.tiles.max_of_three:
-        result = over_lanes(largest_of_rows(s, V.tiles.block_n // 2), V)
+    if CFG.tiles.max_of_three:
+        result = over_lanes(largest_of_rows(s, CFG.tiles.block_n // 2), CFG)
     else:
         result = gl.max(s, 1)
     return result
 
 
 @gluon.jit
-def softmax(s, reference, factor, MASKED: gl.constexpr, V: gl.constexpr):
+def softmax(s, reference, factor, MASKED: gl.constexpr, CFG: gl.constexpr):
     """Return P' in the form of `e4m3_of_bits`, the new reference of O, and the factors of the previous O and of P' V.
 
     m is a row's largest score in this block, in log2 units. The reference may lag behind it by `slack`. So it rarely
     changes after the first blocks, and O is rarely rescaled.
     """
-    SLACK: gl.constexpr = V.slack
-    block_max = largest(s, V) * factor
+    SLACK: gl.constexpr = CFG.slack
+    block_max = largest(s, CFG) * factor
     new = gl.where(block_max - reference > SLACK, block_max, reference)
     if MASKED:
         finite_max = gl.where(block_max == float("-inf"), 0.0, block_max)
@@ -338,9 +338,9 @@ def softmax(s, reference, factor, MASKED: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def normalizer(row_sum, reference, V: gl.constexpr):
+def normalizer(row_sum, reference, CFG: gl.constexpr):
     """Return 1 / l and lse of every row; NaN stays NaN."""
-    S_LAYOUT: gl.constexpr = V.score_layout
+    S_LAYOUT: gl.constexpr = CFG.score_layout
     LN2: gl.constexpr = 0.6931471805599453
     row_sum = gl.convert_layout(gl.max(row_sum, 1), gl.SliceLayout(1, S_LAYOUT))
     inverse = gl.where(row_sum == 0, 0.0, 1.0 / row_sum)
@@ -348,38 +348,38 @@ def normalizer(row_sum, reference, V: gl.constexpr):
 
 
 @gluon.jit
-def operand(bits, V: gl.constexpr):
+def operand(bits, CFG: gl.constexpr):
     """Return P' as a register operand of wgmma. No data moves, because V's keys are stored in the matching order."""
-    BM: gl.constexpr = V.tiles.block_m
-    BN: gl.constexpr = V.tiles.block_n
-    layout: gl.constexpr = gl.DotOperandLayout(0, V.acc_layouts[0], 4)
+    BM: gl.constexpr = CFG.tiles.block_m
+    BN: gl.constexpr = CFG.tiles.block_n
+    layout: gl.constexpr = gl.DotOperandLayout(0, CFG.acc_layouts[0], 4)
     bits = bits.reshape([BM, BN // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([BM, BN])
     return e4m3_of_bits(gl.convert_layout(bits, layout, assert_trivial=True))
 
 
 @gluon.jit
-def issue_values(p, v, PART: gl.constexpr, V: gl.constexpr):
+def issue_values(p, v, PART: gl.constexpr, CFG: gl.constexpr):
     """Issue one part of P' V of a block."""
-    BM: gl.constexpr = V.tiles.block_m
-    columns: gl.constexpr = V.tiles.parts[PART]
-    layout: gl.constexpr = V.acc_layouts[PART]
+    BM: gl.constexpr = CFG.tiles.block_m
+    columns: gl.constexpr = CFG.tiles.parts[PART]
+    layout: gl.constexpr = CFG.acc_layouts[PART]
     zeros = gl.zeros([BM, columns], gl.float32, layout)
     return warpgroup_mma(p, v[PART].permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def issue_row_sums(p, ones, V: gl.constexpr):
+def issue_row_sums(p, ones, CFG: gl.constexpr):
     """Issue the row sums of P' of a block."""
-    BM: gl.constexpr = V.tiles.block_m
-    layout: gl.constexpr = V.sum_layout
+    BM: gl.constexpr = CFG.tiles.block_m
+    layout: gl.constexpr = CFG.sum_layout
     p = gl.convert_layout(p, gl.DotOperandLayout(0, layout, 4), assert_trivial=True)
     return warpgroup_mma(p, ones.permute((1, 0)), gl.zeros([BM, 8], gl.float32, layout), use_acc=False, is_async=True)
 
 
 @gluon.jit
-def add_block(acc, factor, product, PART: gl.constexpr, V: gl.constexpr):
+def add_block(acc, factor, product, PART: gl.constexpr, CFG: gl.constexpr):
     """Return one part of O, plus P' V of a block times the factor of each row."""
-    layout: gl.constexpr = V.acc_layouts[PART]
+    layout: gl.constexpr = CFG.acc_layouts[PART]
     return acc[PART] + product * gl.convert_layout(factor, gl.SliceLayout(1, layout))[:, None]
 
 
@@ -391,159 +391,165 @@ def per_lane(factor, row_sum):
 
 
 @gluon.jit
-def add_values(acc, row_sum, beta, v_scale, bits, v, ones, V: gl.constexpr):
+def add_values(acc, row_sum, beta, v_scale, bits, v, ones, CFG: gl.constexpr):
     """Compute O += P' V and the row sums, part by part, because registers hold the product of only one."""
-    BM: gl.constexpr = V.tiles.block_m
-    p = operand(bits, V)
-    product, sums = warpgroup_mma_wait(0, deps=(issue_values(p, v, 0, V), issue_row_sums(p, ones, V)))
+    BM: gl.constexpr = CFG.tiles.block_m
+    p = operand(bits, CFG)
+    product, sums = warpgroup_mma_wait(0, deps=(issue_values(p, v, 0, CFG), issue_row_sums(p, ones, CFG)))
     sums, _ = sums.reshape([BM, 4, 2]).split()  # two equal columns in each of four lanes
     row_sum += gl.convert_layout(sums, row_sum.type.layout, assert_trivial=True) * per_lane(beta, row_sum)
-    first = add_block(acc, beta * v_scale, product, 0, V)
-    if len(V.tiles.parts) == 2:
+    first = add_block(acc, beta * v_scale, product, 0, CFG)
+    if len(CFG.tiles.parts) == 2:
         first = settled(first)
-        product = warpgroup_mma_wait(0, deps=(issue_values(p, v, 1, V),))
-        parts = (first, add_block(acc, beta * v_scale, product, 1, V))
+        product = warpgroup_mma_wait(0, deps=(issue_values(p, v, 1, CFG),))
+        parts = (first, add_block(acc, beta * v_scale, product, 1, CFG))
     else:
         parts = (first,)
     return parts, row_sum
 
 
 @gluon.jit
-def leave_block(kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def leave_block(kv, shared, barriers, W: gl.constexpr, CFG: gl.constexpr):
     """Do `pass_block`, and pass the turn to the next warpgroup."""
-    pass_turn(kv, W, V)
-    kv = pass_block(kv, shared, barriers, V)
-    take_turn(kv, W, V)
+    pass_turn(kv, W, CFG)
+    kv = pass_block(kv, shared, barriers, CFG)
+    take_turn(kv, W, CFG)
     return kv
 
 
 @gluon.jit
 def step(
-    acc, reference, row_sum, kv, key, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, V: gl.constexpr
+    acc, reference, row_sum, kv, key, rows, shared, barriers, MASKED: gl.constexpr, W: gl.constexpr, CFG: gl.constexpr
 ):
     """Process the block at `key` from S to O += P' V, while the other warpgroups' products run."""
-    index, phase = slot(kv, V.tiles.num_stages)
+    index, phase = slot(kv, CFG.tiles.num_stages)
     mbarrier.wait(barriers.k_full.index(index), phase)
-    s = scores(own_q(shared, W, V), record_matrices(tiles_at(shared.k, index, V), V), V)
-    pass_turn(kv, W, V)
+    s = scores(own_q(shared, W, CFG), record_matrices(tiles_at(shared.k, index, CFG), CFG), CFG)
+    pass_turn(kv, W, CFG)
     factor = rows.scale * scale_of(shared.tails, index, 0)
     v_scale = scale_of(shared.tails, index, 1)
     s = warpgroup_mma_wait(0, deps=(s,))
-    if MASKED and V.mask == "ends":  # the ends are in the slot
-        s = hidden(s, index, key, rows, shared, V)
+    if MASKED and CFG.mask == "ends":  # the ends are in the slot
+        s = hidden(s, index, key, rows, shared, CFG)
     mbarrier.arrive(barriers.k_empty.index(index), count=1)
-    if MASKED and V.mask != "ends":
-        s = hidden(s, index, key, rows, shared, V)
-    bits, reference, alpha, beta = softmax(s, reference, factor, MASKED, V)
-    acc = rescaled(acc, alpha, V)
+    if MASKED and CFG.mask != "ends":
+        s = hidden(s, index, key, rows, shared, CFG)
+    bits, reference, alpha, beta = softmax(s, reference, factor, MASKED, CFG)
+    acc = rescaled(acc, alpha, CFG)
     row_sum = unfused_product(row_sum, per_lane(alpha, row_sum))
     mbarrier.wait(barriers.v_full.index(index), phase)
-    take_turn(kv, W, V)
-    v = record_matrices(tiles_at(shared.v, index, V), V)
-    acc, row_sum = add_values(acc, row_sum, beta, v_scale, bits, v, shared.ones, V)
+    take_turn(kv, W, CFG)
+    v = record_matrices(tiles_at(shared.v, index, CFG), CFG)
+    acc, row_sum = add_values(acc, row_sum, beta, v_scale, bits, v, shared.ones, CFG)
     mbarrier.arrive(barriers.v_empty.index(index), count=1)
     return acc, reference, row_sum, kv + 1
 
 
 @gluon.jit
-def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, V: gl.constexpr):
+def attend(rows, q_empty, tile, kv, shared, barriers, W: gl.constexpr, CFG: gl.constexpr):
     """Return O (not yet divided), 1 / l and lse of a tile, the next use of the ring, and the reference of each row."""
     n = tile.num_blocks
-    acc, reference, row_sum = nothing_yet(V)
-    take_turn(kv, W, V)
-    if V.mask == "ends":
+    acc, reference, row_sum = nothing_yet(CFG)
+    take_turn(kv, W, CFG)
+    if CFG.mask == "ends":
         left = n
         while left > 0:
-            index, phase = slot(kv, V.tiles.num_stages)
+            index, phase = slot(kv, CFG.tiles.num_stages)
             mbarrier.wait(barriers.k_full.index(index), phase)
             end, num_masked, num_full = stretch_at(index, shared)
             left -= num_masked + num_full
             for j in range(num_masked):
-                key = end - (1 + j) * V.tiles.block_n
-                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, V)
+                key = end - (1 + j) * CFG.tiles.block_n
+                acc, reference, row_sum, kv = step(
+                    acc, reference, row_sum, kv, key, rows, shared, barriers, True, W, CFG
+                )
             for _ in range(num_full):
-                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, 0, rows, shared, barriers, False, W, V)
+                acc, reference, row_sum, kv = step(
+                    acc, reference, row_sum, kv, 0, rows, shared, barriers, False, W, CFG
+                )
     else:
-        if V.is_band:
+        if CFG.is_band:
             for _ in range(n - tile.end_seen):
-                kv = leave_block(kv, shared, barriers, W, V)
+                kv = leave_block(kv, shared, barriers, W, CFG)
         for i in range(n - tile.end_seen, n - tile.end_full):
-            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared, barriers,
-                                               True, W, V)  # fmt: skip
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, CFG), rows, shared,
+            barriers,
+                                               True, W, CFG)  # fmt: skip
         for i in range(n - tile.end_full, n - tile.first_full):
-            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared, barriers,
-                                               False, W, V)  # fmt: skip
-        if V.mask != "none":
+            acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, CFG), rows, shared,
+            barriers,
+                                               False, W, CFG)  # fmt: skip
+        if CFG.mask != "none":
             for i in range(n - tile.first_full, n - tile.first_seen):
-                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, V), rows, shared,
-                                                   barriers, True, W, V)  # fmt: skip
-        if V.is_band:
+                acc, reference, row_sum, kv = step(acc, reference, row_sum, kv, key_of(tile, i, CFG), rows, shared,
+                                                   barriers, True, W, CFG)  # fmt: skip
+        if CFG.is_band:
             for _ in range(tile.first_seen):
-                kv = leave_block(kv, shared, barriers, W, V)
-    pass_turn(kv, W, V)
+                kv = leave_block(kv, shared, barriers, W, CFG)
+    pass_turn(kv, W, CFG)
     mbarrier.arrive(q_empty, count=1)
-    inverse, lse = normalizer(row_sum, reference, V)
+    inverse, lse = normalizer(row_sum, reference, CFG)
     return acc, inverse, lse, kv, reference
 
 
 @gluon.jit
-def store_row_max(reference, row_index, batch, head, problem, q_scales, V: gl.constexpr):
+def store_row_max(reference, row_index, batch, head, problem, q_scales, CFG: gl.constexpr):
     """Store an upper bound of each row's scores in natural units, or that of earlier calls if it is larger."""
     LN2: gl.constexpr = 0.6931471805599453
     at = q_scales.row_max + batch * problem.lse_stride_b + head * problem.lse_stride_h + row_index
-    largest = (reference + V.slack) * LN2
-    if V.resume:
+    largest = (reference + CFG.slack) * LN2
+    if CFG.resume:
         largest = gl.maximum(largest, gl.load(at, mask=row_index < problem.seqlen_q, other=0.0))
     gl.store(at, largest, mask=row_index < problem.seqlen_q)
 
 
 @gluon.jit
-def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, V: gl.constexpr):
+def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: gl.constexpr, CFG: gl.constexpr):
     """Consumer warpgroup W: attend for rows [W * block_m, (W + 1) * block_m) of every tile."""
-    row_layout: gl.constexpr = gl.SliceLayout(1, V.score_layout)
-    BM: gl.constexpr = V.tiles.block_m
+    row_layout: gl.constexpr = gl.SliceLayout(1, CFG.score_layout)
+    BM: gl.constexpr = CFG.tiles.block_m
     count = 0
     kv = 0
     loads = 0
-    if W == V.tiles.num_warpgroups - 1:
-        pass_turn(count, W, V)  # the first turn of all
-    ticket, row, num_blocks = receive(count, shared, barriers, V)
+    if W == CFG.tiles.num_warpgroups - 1:
+        pass_turn(count, W, CFG)  # the first turn of all
+    ticket, row, num_blocks = receive(count, shared, barriers, CFG)
     while ticket < problem.num_tiles:
-        tile = received_tile(ticket, row, num_blocks, problem, pointers, W, V)
+        tile = received_tile(ticket, row, num_blocks, problem, pointers, W, CFG)
         row = tile.row + W * BM
         row_index = row + gl.arange(0, BM, layout=row_layout)
         batch, head = tile.batch.to(gl.int64), tile.head.to(gl.int64)
         lse_of_head = pointers.lse + batch * problem.lse_stride_b + head * problem.lse_stride_h
-        if V.resume:
+        if CFG.resume:
             old_lse = gl.load(lse_of_head + row_index, mask=row_index < problem.seqlen_q, other=float("-inf"))
-            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, V)
+            load_state(acc_desc, shared, barriers.acc_full.index(W), tile, row, W, 0, CFG)
         q_block = gl.minimum(row, problem.seqlen_q - 1) // BM
         q_scale = gl.load(q_scales.first + batch * q_scales.stride_b + head * q_scales.stride_h + q_block)
         q_empty = barriers.q_empty.index(W)
         rows = WarpgroupRows(row, q_scale * problem.scale, problem, pointers)
         mbarrier.wait(barriers.q_full.index(W), count & 1)
         if tile.num_blocks == 0:
-            acc, factor, lse, kv = attend_nothing(q_empty, kv, V)
+            acc, factor, lse, kv = attend_nothing(q_empty, kv, CFG)
             reference = lse
         else:
-            acc, factor, lse, kv, reference = attend(rows, q_empty, tile, kv, shared, barriers, W, V)
-        if V.row_max:
-            store_row_max(reference, row + gl.arange(0, BM, layout=row_layout), batch, head, problem, q_scales, V)
-        if V.resume:
+            acc, factor, lse, kv, reference = attend(rows, q_empty, tile, kv, shared, barriers, W, CFG)
+        if CFG.row_max:
+            store_row_max(reference, row + gl.arange(0, BM, layout=row_layout), batch, head, problem, q_scales, CFG)
+        if CFG.resume:
             lse, weight, old_weight = merge_weights(lse, old_lse)
             factor = factor * weight
         else:
             old_weight = factor
-        acc = scaled(acc, factor, V)
+        acc = scaled(acc, factor, CFG)
         row_index = row + gl.arange(0, BM, layout=row_layout)  # recomputed: a short live range saves registers
         gl.store(lse_of_head + row_index, lse, mask=row_index < problem.seqlen_q)
-        loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, V)
-        if len(V.tiles.parts) == 2:
-            loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, V)
+        loads = store_part(acc[0], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 0, CFG)
+        if len(CFG.tiles.parts) == 2:
+            loads = store_part(acc[1], o_desc, acc_desc, shared, barriers, tile, row, loads, old_weight, W, 1, CFG)
         count += 1
-        ticket, row, num_blocks = receive(count, shared, barriers, V)
+        ticket, row, num_blocks = receive(count, shared, barriers, CFG)
     if W == 0:
-        take_turn(count, W, V)  # so that no barrier is left half full
+        take_turn(count, W, CFG)  # so that no barrier is left half full
     tma_store_wait(0)
 
 
@@ -551,9 +557,9 @@ def consume(o_desc, acc_desc, shared, barriers, problem, pointers, q_scales, W: 
 
 
 @gluon.jit
-def tile_of_ones(V: gl.constexpr):
+def tile_of_ones(CFG: gl.constexpr):
     """Return ones, as bits, for row sums: ptxas 12.8 leaves half of the bytes undefined if it converts 1.0."""
-    BN: gl.constexpr = V.tiles.block_n
+    BN: gl.constexpr = CFG.tiles.block_n
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     registers: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, BN], layout)
@@ -563,23 +569,23 @@ def tile_of_ones(V: gl.constexpr):
 
 
 @gluon.jit
-def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, V: gl.constexpr):
+def allocate(q_desc, k_desc, v_desc, tail_desc, acc_desc, o_desc, ends_desc, CFG: gl.constexpr):
     """Allocate the shared memory of a program."""
-    WARPGROUPS: gl.constexpr = V.tiles.num_warpgroups
-    STAGES: gl.constexpr = V.tiles.num_stages
+    WARPGROUPS: gl.constexpr = CFG.tiles.num_warpgroups
+    STAGES: gl.constexpr = CFG.tiles.num_stages
     box: gl.constexpr = [WARPGROUPS] + acc_desc[0].block_shape
-    stage_dtype: gl.constexpr = gl.float32 if V.resume else o_desc[0].dtype
+    stage_dtype: gl.constexpr = gl.float32 if CFG.resume else o_desc[0].dtype
     stage = gl.allocate_shared_memory(stage_dtype, box, acc_desc[0].layout)
-    q_ring = ring_of(q_desc, WARPGROUPS, V)
-    k_ring = ring_of(pair(k_desc, k_desc, V), STAGES, V)
-    v_ring = ring_of(pair(v_desc, v_desc, V), STAGES, V)
+    q_ring = ring_of(q_desc, WARPGROUPS, CFG)
+    k_ring = ring_of(pair(k_desc, k_desc, CFG), STAGES, CFG)
+    v_ring = ring_of(pair(v_desc, v_desc, CFG), STAGES, CFG)
     tails = gl.allocate_shared_memory(gl.float32, [STAGES] + tail_desc.block_shape, tail_desc.layout)
-    ticket = tickets(V)
-    if V.ends_bytes:
+    ticket = tickets(CFG)
+    if CFG.ends_bytes:
         ends = gl.allocate_shared_memory(gl.int32, [STAGES] + ends_desc.block_shape, ends_desc.layout)
     else:
         ends = 0
-    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(V), stage, ticket, ends)
+    return Fp8Shared(q_ring, k_ring, v_ring, tails, tile_of_ones(CFG), stage, ticket, ends)
 
 
 @gluon.jit(
@@ -594,31 +600,32 @@ def forward_fp8(
     lse, start, stop, ends, table, stretches, counter, q_scales, row_max,
     seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles, num_tiles, lower, upper,
     split, jump, lse_stride_b, lse_stride_h, q_stride_b, q_stride_h, scale,
-    V: gl.constexpr,
+    CFG: gl.constexpr,
 ):  # fmt: skip
     """FP8 attention forward; see the module docstring."""
     problem = Problem(seqlen_q, seqlen_k, num_heads, heads_per_kv, heads_per_group, heads_at_last, num_row_tiles,
                       num_tiles, lower, upper, split, jump, lse_stride_b, lse_stride_h, scale)  # fmt: skip
     pointers = Pointers(lse, start, stop, ends, table, stretches, counter)
     q_scales = QScales(q_scales, q_stride_b, q_stride_h, row_max)
-    q = pair(q_desc, q_desc, V)
-    o = pair(o_desc, o_desc, V)
-    acc = pair(acc_desc, acc_desc, V)
-    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, ends_desc, V)
-    barriers = make_barriers(V)
-    if V.tiles.num_warpgroups == 2:
+    q = pair(q_desc, q_desc, CFG)
+    o = pair(o_desc, o_desc, CFG)
+    acc = pair(acc_desc, acc_desc, CFG)
+    shared = allocate(q, k_desc, v_desc, tail_desc, acc, o, ends_desc, CFG)
+    barriers = make_barriers(CFG)
+    if CFG.tiles.num_warpgroups == 2:
         gl.warp_specialize([
-            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
-            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V)),
-        ], [4, 1], [V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, CFG)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, CFG)),
+            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, CFG)),
+        ], [4, 1], [CFG.tiles.consumer_registers, CFG.tiles.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, V)),
-            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 2, V)),
-            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, V)),
-        ], [4, 4, 1], [V.tiles.consumer_registers, V.tiles.consumer_registers, V.tiles.producer_registers])  # fmt: skip
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 0, CFG)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 1, CFG)),
+            (consume, (o, acc, shared, barriers, problem, pointers, q_scales, 2, CFG)),
+            (produce, (q, k_desc, v_desc, tail_desc, ends_desc, shared, barriers, problem, pointers, CFG)),
+        ], [4, 4, 1], [CFG.tiles.consumer_registers, CFG.tiles.consumer_registers,
+        CFG.tiles.producer_registers])  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- host

@@ -1,4 +1,4 @@
-"""Memory that lanes share is freed behind all of them. Streams that record their order; CPU, one process.
+"""Memory that streams share is freed behind all of them. Streams that record their order; CPU, one process.
 
 torch gives a freed block back to the stream that allocated it, and may unmap it once that stream is idle. So the
 allocating stream must be ordered after every stream that uses the block. The host code of the real kernels runs; their
@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringflash.attention import gather_units, schedule, sections
-from ringflash.attention.gather_by_heads import HeadGather
+from ringflash.attention.gather_by_heads import GatherAttention
 from ringflash.attention.inputs import BackwardInputs
 from ringflash.attention.sections import Sections
-from ringflash.comm.transport import NcclGather, Pending, PointToPoint, lanes
+from ringflash.comm.transport import NcclGather, Pending, PointToPoint, gpu_areas
 from ringflash.sequence.mask import SequenceMask
 from ringflash_kernels.api import begin_checked_backward, needs_row_max, rounds
 from ringflash_kernels.hopper.launcher import Launcher
@@ -72,7 +72,7 @@ class Streams:
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     made = Streams()
     cuda = SimpleNamespace(Stream=Stream, set_stream=made.set)
-    with mock.patch.multiple(lanes, torch=SimpleNamespace(cuda=cuda), current_stream=lambda _: made.current):
+    with mock.patch.multiple(gpu_areas, torch=SimpleNamespace(cuda=cuda), current_stream=lambda _: made.current):
         yield made
 
 
@@ -156,7 +156,7 @@ def passes(
     heads = (1,) * num_sections
     deterministic = options.pop("deterministic", False)
     with mock.patch.object(sections, "choose_sections", lambda *_: Sections(heads, heads)):
-        call = HeadGather(blocks, areas, impl, 1.0, deterministic, rounded=rounds(impl), **options)
+        call = GatherAttention(blocks, areas, impl, 1.0, deterministic, fp8=rounds(impl), **options)
         out, lse = call.forward(q, k, v, row_max)
         call.backward(BackwardInputs(dout, torch.zeros_like(lse), q, k, v, out, lse, row_max))
 
@@ -181,7 +181,7 @@ def faults(streams: Streams, num_sections: int, kernel: str) -> set[str]:
         passes(areas, num_sections, **KERNELS[kernel])
         made.faults.clear()  # of buffers that grow, for which the device is synchronised
         passes(areas, num_sections, **KERNELS[kernel])
-        assert {"begin", "end", "even", "pull"} <= set(areas._lanes)
+        assert {"begin", "end", "even", "pull"} <= set(areas._named_streams)
     return made.faults
 
 
@@ -201,7 +201,7 @@ def test_kernels_run_between_begin_and_end_of_a_call(streams: Streams, kernel: s
         assert stream is caller or stream.seen[caller] > begun[0]
         last[stream] = stream.seen[stream] + 1
 
-    def issue(call: HeadGather, _: str, work: Any, tensors: Any) -> Any:
+    def issue(call: GatherAttention, _: str, work: Any, tensors: Any) -> Any:
         caller.record_event()  # of earlier work, which may use the same memory
         begun[0] = caller.seen[caller]
         results = work(tensors)
@@ -211,14 +211,14 @@ def test_kernels_run_between_begin_and_end_of_a_call(streams: Streams, kernel: s
 
     with (
         mock.patch.object(Launcher, "__call__", launch),
-        mock.patch.object(HeadGather, "_issue", issue),
+        mock.patch.object(GatherAttention, "_issue", issue),
         cuda_properties(132),
     ):
         passes(areas, 3, **KERNELS[kernel])
 
 
 class Late:
-    """A backward that allocates when the first keys arrive, in another lane than that in which it is dropped."""
+    """A backward that allocates when the first keys arrive, on another stream than that in which it is dropped."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._begin = lambda: begin_checked_backward(*args, **options)
@@ -238,16 +238,16 @@ def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
 
 @pytest.mark.parametrize("failing", range(20))
 def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
-    """A forward and backward of three sections, in which the work of a lane raises."""
-    issued, beside, areas = [], lanes.Lanes.run_in_lane, areas_of_messages()
+    """A forward and backward of three sections, in which the work of a stream raises."""
+    issued, beside, areas = [], gpu_areas.GpuAreas.run_on_stream, areas_of_messages()
 
-    def refused(self: Any, lane: str, work: Any, *args: Any, **options: Any) -> Any:
-        issued.append(lane)
+    def refused(self: Any, stream: str, work: Any, *args: Any, **options: Any) -> Any:
+        issued.append(stream)
         work = mock.Mock(side_effect=MemoryError("no memory left")) if len(issued) == failing + 1 else work
-        return beside(self, lane, work, *args, **options)
+        return beside(self, stream, work, *args, **options)
 
-    with mock.patch.object(lanes.Lanes, "run_in_lane", refused), pytest.raises(MemoryError):
+    with mock.patch.object(gpu_areas.GpuAreas, "run_on_stream", refused), pytest.raises(MemoryError):
         passes(areas, 3)
     assert len(issued) == failing + 1
-    places = [cast(Any, lane) for lane in areas._lanes.values()]
+    places = [cast(Any, stream) for stream in areas._named_streams.values()]
     assert all(one.is_after(other) for one in (streams.caller, *places) for other in places)

@@ -70,12 +70,12 @@ class CallRecorder(Protocol):
     def give_up(self, problem: str) -> None: ...
 
 
-class Lanes:
+class GpuAreas:
     """Streams and areas of one GPU: base class of the copy engine and of messages.
 
     Attributes:
         recorder: recorder of the present call, if it is recorded.
-        entered: the current stream inside `on_one_stream` or a lane; None elsewhere.
+        entered: the current stream inside `on_one_stream` or `run_on_stream`; None elsewhere.
     """
 
     recorder: CallRecorder | None = None
@@ -87,7 +87,7 @@ class Lanes:
         self._areas: dict[str, Tensor] = {}
         self._captured: set[str] = set()  # areas that a CUDA graph reads and writes
         self._cache = ViewCache()
-        self._lanes: dict[str, torch.cuda.Stream] = {}
+        self._named_streams: dict[str, torch.cuda.Stream] = {}
         self.entered: torch.cuda.Stream | None = None
 
     def cached(self, key: Hashable, areas: Collection[str], make: Callable[[], T]) -> T:
@@ -130,12 +130,12 @@ class Lanes:
         """Return the current stream."""
         return current_stream(self._device.index) if self.entered is None else self.entered
 
-    def run_in_lane(
-        self, lane: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
+    def run_on_stream(
+        self, name: str, work: Callable[[], None], after: Sequence[Marker], *, urgent: bool = False
     ) -> Marker:
-        if lane not in self._lanes:
-            self._lanes[lane] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
-        stream, outer, current = self._lanes[lane], self.entered, self.current()
+        if name not in self._named_streams:
+            self._named_streams[name] = torch.cuda.Stream(self._device, priority=-1 if urgent else 0)
+        stream, outer, current = self._named_streams[name], self.entered, self.current()
         self.enter(stream)
         try:
             self._wait(stream, after)
@@ -146,13 +146,13 @@ class Lanes:
             torch.cuda.set_stream(current)
 
     def join(self) -> None:
-        current, lanes = self.current(), list(self._lanes.values())
-        if cuda_graphs.capturing(self._device):  # waiting for a stream that is not part of the capture would end it
-            lanes = [lane for lane in lanes if _is_captured(lane)]
-        for lane in lanes:
-            current.wait_stream(lane)
-        for lane in lanes:
-            lane.wait_stream(current)
+        current, streams = self.current(), list(self._named_streams.values())
+        if cuda_graphs.capturing(self._device):  # waiting for a stream outside of the capture would end it
+            streams = [stream for stream in streams if _is_captured(stream)]
+        for stream in streams:
+            current.wait_stream(stream)
+        for stream in streams:
+            stream.wait_stream(current)
 
     def num_bytes(self) -> int:
         return sum(area.numel() for area in self._areas.values())
@@ -180,16 +180,16 @@ class Lanes:
 
 
 class _OneStream:
-    """Context of `Lanes.on_one_stream`, not by contextlib, whose context managers take several times as long."""
+    """Context of `GpuAreas.on_one_stream`, not by contextlib, whose context managers take several times as long."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
+    def __init__(self, areas: GpuAreas) -> None:
+        self._areas = areas
 
     def __enter__(self) -> None:
-        self._lanes.entered = self._lanes.current()
+        self._areas.entered = self._areas.current()
 
     def __exit__(self, *error: object) -> None:
-        self._lanes.entered = None
+        self._areas.entered = None
 
 
 def _is_captured(stream: torch.cuda.Stream) -> bool:
