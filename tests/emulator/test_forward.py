@@ -229,9 +229,10 @@ FAULTS = {
     "a block that is passed takes no turn": (
         "forward.kernel", "    take_turn(kv, W, CFG)\n    pass_turn(kv, W, CFG)\n    return", "    return",
     ),
-    "V of a block arrives with its own K": ("forward.kernel", "key + CFG.tiles.block_n, head_kv, CFG)",
-    "key, head_kv, CFG)"), "the last stage of a tile is kept": ("forward.kernel",
-    "kv = pass_stage(kv, shared, barriers, CFG)", "kv += 1"),
+    "V of a block arrives with its own K": (
+        "forward.kernel", "key + CFG.tiles.block_n, head_kv, CFG)", "key, head_kv, CFG)",
+    ),
+    "the last stage of a tile is kept": ("forward.kernel", "kv = pass_stage(kv, shared, barriers, CFG)", "kv += 1"),
     "P V is not waited for": ("forward.kernel", "acc = wait_values(acc, CFG)", "pass"),
 }  # fmt: skip
 
