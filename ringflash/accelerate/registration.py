@@ -164,9 +164,8 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
         config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
         refusals.check(config, {})
         made = self.deepspeed_engine_wrapped.engine
-        engine.check_engine(made)
-        parameter_use.watch_parameters(made)
-        engine.separate_backwards(made)
+        for prepare_engine in (engine.check_engine, parameter_use.watch_parameters, engine.separate_backwards):
+            prepare_engine(made)
     return prepared
 
 

@@ -497,7 +497,7 @@ def test_a_pass_in_fp8_is_one_list(without_nan: None, monkeypatch: pytest.Monkey
     assert [sum(step.__qualname__.startswith("issue_step") for step in each.steps) for each in made] == [1, 1]
 
 
-def test_dout_of_a_recorded_call_may_share_the_memory_of_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dout_may_share_the_memory_of_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's commands then have the same address twice, and later calls two."""
     known = FakeDriver()
     for module in (recorder, repeated_launch, step_lists, driver):
