@@ -158,14 +158,12 @@ def prepare(original: Callable[..., Any], self: Any, *args: Any, **options: Any)
     before = getattr(self, "deepspeed_engine_wrapped", None)
     prepared = original(self, *args, **options)
     if getattr(self, "deepspeed_engine_wrapped", None) is not before:  # loaders are prepared later
-        from ringflash.deepspeed import engine, parameter_use, refusals
+        from ringflash.deepspeed import engine, refusals
 
         # accelerate counts every rank as a sample in train_batch_size, as DeepSpeed does
         config = {name: x for name, x in self.deepspeed_config.items() if name != "train_batch_size"}
         refusals.check(config, {})
-        made = self.deepspeed_engine_wrapped.engine
-        for prepare_engine in (engine.check_engine, parameter_use.watch_parameters, engine.separate_backwards):
-            prepare_engine(made)
+        engine.put_on_ring(self.deepspeed_engine_wrapped.engine)
     return prepared
 
 

@@ -89,10 +89,15 @@ def initialize(*, model: nn.Module, config: Config, **keywords: Any) -> tuple[An
         signature |= _signature(content)
     skip_shared_memory_op()
     made = deepspeed.initialize(model=model, config={"gradient_clipping": 0.0, **content}, **keywords)
-    check_engine(made[0])
-    watch_parameters(made[0])
-    separate_backwards(made[0])
+    put_on_ring(made[0])
     return made
+
+
+def put_on_ring(engine: Any) -> None:
+    """Make a new engine fit to train over a ring, or refuse it; all ranks call this together."""
+    _check_engine(engine)
+    watch_parameters(engine)
+    _separate_backwards(engine)
 
 
 def _signature(config: dict[str, Any]) -> dict[str, object]:
@@ -103,7 +108,7 @@ def _signature(config: dict[str, Any]) -> dict[str, object]:
     return json.loads(text)
 
 
-def separate_backwards(engine: Any) -> None:
+def _separate_backwards(engine: Any) -> None:
     """Make each backward of an engine independent of the previous one, or refuse it.
 
     Unless a forward ran in between, DeepSpeed 0.19.8 takes a backward for a continuation of the previous one, and at
@@ -142,7 +147,7 @@ def separate_backwards(engine: Any) -> None:
     engine.backward, engine._backward_prologue = separate_backward, separate_prologue
 
 
-def check_engine(engine: Any) -> None:
+def _check_engine(engine: Any) -> None:
     """Check that an engine averages over all ranks: DeepSpeed reuses the groups of an earlier engine."""
     averaged, world_size = engine.seq_dp_world_size, dist.get_world_size()
     if averaged != world_size or engine.sequence_parallel_size != 1:

@@ -237,7 +237,7 @@ def test_memory_that_a_kernel_allocates_is_noticed(streams: Streams) -> None:
 
 
 @pytest.mark.parametrize("failing", range(20))
-def test_lanes_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
+def test_streams_are_ordered_after_an_error(streams: Streams, failing: int) -> None:
     """A forward and backward of three sections, in which the work of a stream raises."""
     issued, beside, areas = [], gpu_areas.GpuAreas.run_on_stream, areas_of_messages()
 

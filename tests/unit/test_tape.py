@@ -284,6 +284,12 @@ class FakeDriver(driver.Driver):
         return 0
 
 
+def use_driver(monkeypatch: pytest.MonkeyPatch, known: FakeDriver | None) -> None:
+    """Let calls find this driver, or none."""
+    for module in (recorder, repeated_launch, step_lists, driver):
+        monkeypatch.setattr(module, "driver", lambda: known)
+
+
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Streams, launches and copies that only write to the log."""
@@ -419,9 +425,7 @@ def lines_of(lines: list[Any], call: Callable[..., tuple[torch.Tensor, ...]], *g
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("in_c", [False, True])
 def test_a_repeated_call_asks_for_the_same(name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = FakeDriver() if in_c else None
-    for module in (recorder, repeated_launch, step_lists, driver):
-        monkeypatch.setattr(module, "driver", lambda: known)
+    use_driver(monkeypatch, FakeDriver() if in_c else None)
     calls = Calls(CASES[name])
     for _ in range(2):  # the areas grow
         calls.log(1, repeat=False)
@@ -450,9 +454,7 @@ def without_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_memory_of_a_list_is_allocated_together(name: str, without_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests are the same, and each address stands for the same memory in all of them."""
-    known = FakeDriver()
-    for module in (recorder, repeated_launch, step_lists, driver):
-        monkeypatch.setattr(module, "driver", lambda: known)
+    use_driver(monkeypatch, FakeDriver())
     calls = Calls(CASES[name])
     for _ in range(2):  # the areas grow
         calls.log(1, repeat=False)
@@ -487,9 +489,7 @@ def test_parts_of_an_allocation_do_not_overlap() -> None:
 
 def test_a_pass_in_fp8_is_one_list(without_nan: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels write the zeros of sums, and its memory is one allocation."""
-    known = FakeDriver()
-    for module in (recorder, repeated_launch, step_lists, driver):
-        monkeypatch.setattr(module, "driver", lambda: known)
+    use_driver(monkeypatch, FakeDriver())
     calls = Calls(CASES["fp8"])
     for _ in range(5):
         calls.log(1, repeat=True)
@@ -499,9 +499,7 @@ def test_a_pass_in_fp8_is_one_list(without_nan: None, monkeypatch: pytest.Monkey
 
 def test_dout_may_share_the_memory_of_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver's commands then have the same address twice, and later calls two."""
-    known = FakeDriver()
-    for module in (recorder, repeated_launch, step_lists, driver):
-        monkeypatch.setattr(module, "driver", lambda: known)
+    use_driver(monkeypatch, FakeDriver())
     calls = Calls(CASES["fp8"])
     for _ in range(2):
         calls.log(1, repeat=False)
@@ -578,10 +576,8 @@ def test_without_a_driver_python_issues_calls(monkeypatch: pytest.MonkeyPatch) -
         assert driver.driver.__wrapped__() is None
 
 
-def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = FakeDriver()
-    for module in (recorder, repeated_launch, step_lists, driver):
-        monkeypatch.setattr(module, "driver", lambda: known)
+def test_an_error_of_the_driver_joins_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_driver(monkeypatch, known := FakeDriver())
     calls = Calls(Case())
     for _ in range(5):
         calls.log(1, repeat=True)
@@ -592,7 +588,7 @@ def test_an_error_of_the_driver_joins_lanes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("failing", [0, 5, 11, 17])
-def test_an_error_in_a_repeated_call_joins_lanes(failing: int) -> None:
+def test_an_error_in_a_repeated_call_joins_streams(failing: int) -> None:
     calls = Calls(Case())
     for _ in range(5):
         calls.log(1, repeat=True)
